@@ -21,17 +21,16 @@ from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, RLOOConfig
 
 from rlhf.api import make_trainer
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.checkpoints.trust import readable
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.config import make_config
 from rlhf.data.prompts import TOKEN_IDS
-from rlhf.data.tokenizer import load_config
+from rlhf.data.tokenizer import load_config, load_tokenizer
 from rlhf.models.load import read_model
 from rlhf.models.trl_ppo import PPOConfig, get_reward
 from rlhf.rewards.find import as_list
@@ -76,50 +75,48 @@ OF_PPO = {
     "cliprange_value": "value_clip_range",
     **{name: name for name in ("gamma", "lam", "whiten_rewards")},
 }
-# fields that are computed into settings -> how, for the table
+# fields that are computed into settings -> how, as the table on the page has it
 OF_TRAINING = {
-    "output_dir": "`output`",
-    "lr_scheduler_type": "`lr_schedule`: linear, cosine, constant, constant_with_warmup",
-    "warmup_steps": "`warmup_steps` in updates; below 1 a share of the run",
-    "optim": "`optim`: adamw_torch and adamw_torch_fused are `adamw`, adamw_bnb_8bit and adamw_8bit are `adamw_8bit`",
-    "save_strategy": "`save_every`: no: at the end only",
-    "save_steps": "`save_every` in updates; below 1 a share of the run",
-    "save_total_limit": "`keep`; None: all",
-    "eval_strategy": "`eval_every`; no: nothing is evaluated",
-    "eval_steps": "`eval_every` in updates; below 1 a share of the run",
-    "logging_steps": "`eval_every` without `eval_steps`; everything is logged at every update",
-    "gradient_accumulation_steps": "`minibatches`",
-    "num_train_epochs": "`num_iterations`",
-    "report_to": "`report_to`: wandb, trackio; TensorBoard is always written",
-    "push_to_hub": "`push_to_hub`, with `hub_model_id`, at the end of the run",
-    "hub_model_id": "`push_to_hub`",
+    "output_dir": "`--output`",
+    "lr_scheduler_type": "`--lr-schedule`: linear, cosine, constant; constant_with_warmup is constant",
+    "warmup_steps": "same, in updates; below 1 a share of the run",
+    "optim": "adamw_torch and adamw_torch_fused are `adamw`, adamw_bnb_8bit and adamw_8bit are `adamw_8bit`",
+    "save_strategy": "`--save-every`; no: only at the end",
+    "save_steps": "`--save-every`, in updates; below 1 a share of the run",
+    "save_total_limit": "`--keep`; None: all",
+    "eval_strategy": "`--eval-every`; no: nothing is evaluated",
+    "eval_steps": "`--eval-every`, in updates; below 1 a share of the run",
+    "logging_steps": "`--eval-every` if `eval_steps` is None; every update is logged",
+    "gradient_accumulation_steps": "divides `--minibatches`",
+    "num_train_epochs": "`--epochs`; the import computes updates as TRL does",
+    "report_to": "`--report-to wandb trackio`; TensorBoard is always written",
+    "push_to_hub": "`--push-to-hub NAME`, at the end of the run",
+    "hub_model_id": "`--push-to-hub NAME`",
 }
 COMPUTED_OF_GROUPS = {
     **OF_TRAINING,
-    "generation_batch_size": "`batch_size` = generation_batch_size / num_generations",
-    "steps_per_generation": "`minibatches` = steps_per_generation / gradient_accumulation_steps",
-    "max_steps": "`num_iterations` = max_steps / (ppo_epochs x minibatches)",
-    "num_train_epochs": "`num_iterations` = ceil(epochs x floor(rows / batch_size))",
-    "beta": "`kl_coef`, fixed; GRPO: `kl_placement` loss, RLOO: reward, 0: none",
-    "epsilon_high": "`epsilon_high`; with cispo 1 less",
-    "num_generations_eval": "`eval_samples`",
-    "reward_weights": "`reward_weights`",
+    "generation_batch_size": "`--batch-size` = generation_batch_size / num_generations",
+    "steps_per_generation": "`--minibatches` = steps_per_generation / gradient_accumulation_steps",
+    "max_steps": "`--num-iterations` = max_steps / (`--ppo-epochs` x `--minibatches`)",
+    "beta": "`--kl-coef`, `--kl-schedule fixed`; GRPO: `--kl-placement loss`, RLOO: `--kl-placement reward`; 0: none",
+    "epsilon_high": "same; with cispo 1 less, because TRL's is the limit itself",
+    "num_generations_eval": "`--eval-samples`",
+    "reward_weights": "same",
 }
 COMPUTED_OF_GRPO = {
     **COMPUTED_OF_GROUPS,
-    "loss_type": "`loss_type`: dapo, grpo, dr_grpo, cispo",
-    "importance_sampling_level": "sequence with grpo: `loss_type` gspo",
-    "scale_rewards": "`scale_rewards`",
-    "max_tool_calling_iterations": "`max_turns`, one more",
+    "loss_type": "same: dapo, grpo, dr_grpo, cispo; others are refused",
+    "importance_sampling_level": "sequence with loss_type grpo: `--loss-type gspo`; others are refused",
+    "scale_rewards": "same",
+    "max_tool_calling_iterations": "`--max-turns`, one more: TRL counts the calls",
 }
 COMPUTED_OF_PPO = {
     **OF_TRAINING,
-    "kl_coef": "`kl_coef`, fixed, in the reward; 0: none",
-    "num_mini_batches": "`minibatches` = max(1, num_mini_batches / gradient_accumulation_steps)",
-    "total_episodes": "`num_iterations` = ceil(total_episodes / batch_size)",
-    "num_train_epochs": "`num_iterations` without total_episodes",
-    "missing_eos_penalty": "`missing_eos_penalty`",
-    "stop_token": "must be eos",
+    "kl_coef": "same, with `--kl-schedule fixed`; 0: `--kl-placement none`",
+    "num_mini_batches": "`--minibatches` = max(1, num_mini_batches / gradient_accumulation_steps)",
+    "total_episodes": "same (`--episodes`), rounded up to whole updates",
+    "missing_eos_penalty": "same",
+    "stop_token": "must be eos: the ids in the model's generation config and the end of a turn. Texts: `--stop`",
 }
 # fields that change only time, memory or logging
 NO_EFFECT = (
@@ -143,22 +140,25 @@ NO_EFFECT = (
 )
 # what to do about a refused field, if it is not only to leave it at TRL's default
 INSTEAD = {
-    "max_steps": "Set total_episodes",
-    "fp16": "Use bf16=True, here bf16",
-    "use_vllm": "Leave it out, or use make_trainer() with rollout_engine='vllm'",
-    "stop_token_id": "Use stop_token='eos'; texts that end a completion are stop= of make_config()",
-    "kl_estimator": "Use k1, which is in the reward here",
-    "load_best_model_at_end": "The best checkpoint is in OUTPUT/best, by best_rule of make_config()",
-    "auto_find_batch_size": "Use fit= of make_config()",
-    "normalize_advantages": "Use GRPO with scale_rewards, or PPO, which whitens its advantages",
-    "sync_ref_model": "The reference is the start model; kl_schedule of make_config() changes beta",
+    "max_steps": "Set total_episodes, here num_iterations",
+    "fp16": "Use bf16",
+    "use_vllm": "Leave it out, or use make_trainer() with rollout_engine='vllm', which weights the loss",
+    "stop_token_id": "Use stop_token='eos'; for texts make_trainer() with stop",
+    "kl_estimator": "Use k1, which is in the reward; k3 is in the loss",
+    "load_best_model_at_end": "Read OUTPUT/best, which best_rule chooses",
+    "auto_find_batch_size": "Use fit of make_config()",
+    "normalize_advantages": "Use GRPO with scale_rewards, or PPO with whiten_advantages",
+    "reward_clip_range": "Use normalize_scores of make_config()",
+    "sync_ref_model": "The reference is the start model: use kl_schedule of make_config()",
     "model_init_kwargs": "Load the model, and give the object",
-    "deepspeed": "Each GPU has the whole model: start the program with torchrun",
-    "fsdp": "Each GPU has the whole model: start the program with torchrun",
-    "data_seed": "seed orders the prompts, too",
-    "adam_epsilon": "AdamW's epsilon is 1e-8",
-    "use_bias_correction_kl": "The KL in the loss is k3 x ratio: kl_placement",
+    "deepspeed": "Each GPU has the whole model: use torchrun",
+    "fsdp": "Each GPU has the whole model: use torchrun",
+    "data_seed": "Use seed, which orders the prompts, too",
+    "use_bias_correction_kl": "Use True: the KL in the loss is k3 x ratio, kl_placement",
     "importance_sampling_level": "Use token, or sequence with loss_type='grpo', here loss_type gspo",
+    "off_policy_mask_threshold": "Use delta",
+    "model_adapter_name": "Give peft_config, here use_lora",
+    "generation_kwargs": "Use temperature, top_p, top_k, and stop of make_config()",
 }
 SCHEDULES = {
     "linear": "linear",
@@ -462,8 +462,7 @@ def reward_models(functions: Any, tokenizers: Any) -> list[Any]:
             found.append(function)
             continue
         if tokenizer is None:
-            with readable(model.config.name_or_path):
-                tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+            tokenizer = load_tokenizer(model.config.name_or_path)
         found.append(TextReward(model, tokenizer))
     return found
 

@@ -403,10 +403,10 @@ NAMES = re.compile(rf"(?<![a-z_])(train_)?({'|'.join(ALGORITHMS)})(?![a-z_])", r
 
 
 def test_only_the_algorithms_folder_names_algorithms():
-    """And the settings of one algorithm."""
+    """And the settings of one algorithm, and TRL's trainers of each."""
     others = [path for path in PACKAGE.glob("**/*.py") if path.parent.name != "algorithms"]
     named = [path for path in others if any(map(NAMES.search, strings_of(tree_of(path))))]
-    assert [module_of(path) for path in named] == ["rlhf.settings.training"]
+    assert [module_of(path) for path in named] == ["rlhf.trl", "rlhf.settings.training"]
 
 
 def test_each_algorithm_has_a_row_and_a_class():

@@ -11,7 +11,8 @@ import torch
 import trl
 import trl.experimental.ppo.ppo_trainer as trl_ppo
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,12 +21,15 @@ from transformers import (
 )
 
 import rlhf.trl as ours
+from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import flat_settings
+from rlhf.config import make_config
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rollout import sampler
 from rlhf.rollout.completions import Completions
 from rlhf.settings.fields import to_dict
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.errors import UserError
 from tests.trl_fields import CONFIGS, PAGE, fields_by_use, page_with_tables
 
 ROWS = [
@@ -546,3 +550,69 @@ def test_generate_and_step(start_model, tmp_path):
     metrics = trainer.step(episodes, scores=[float(len(e.ids)) for e in episodes])
     assert "policy/loss" in metrics
     assert trainer.update == 1
+
+
+def test_the_critic_of_a_value_model_serves_another_run(ppo_parts, build, start_model, tmp_path):
+    """A head without a bias is saved as such, and `--critic RUN` loads it."""
+    adapter = ours.PPOTrainer(**ppo_parts("run", total_episodes=4))
+    adapter.train()
+    head = adapter.trainer.actor.value_head.summary
+    other = build("--critic", tmp_path / "run").actor.value_head.summary
+    assert other.bias is None
+    assert torch.equal(other.weight, head.weight)
+    file = tmp_path / "run" / "value_head.safetensors"
+    save_file({"summary.weight": head.weight.detach()}, file)  # not marked: the bias may be lost
+    with pytest.raises(UserError, match="summary.bias"):
+        build("--critic", tmp_path / "run")
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_refused(ppo_parts, user_error):
+    parts = ppo_parts("run")
+    rows = [{"prompt": "a", "prompt_token_ids": [1, 100_000]}]
+    with user_error("100000", "prompt_token_ids", "prompt 1"):
+        assert ours.PPOTrainer(**{**parts, "train_dataset": rows, "args": ppo_parts("run", total_episodes=1,
+            per_device_train_batch_size=1)["args"]}).trainer  # fmt: skip
+
+
+# --- make_trainer ----------------------------------------------------------------------------------------------------
+
+
+def test_make_trainer_takes_objects_without_a_folder(start_model):
+    model = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.bfloat16)
+    config = make_config(num_iterations=1, batch_size=2, max_new_tokens=4, bf16=False)
+    trainer = make_trainer(
+        config,
+        ["the cat", "numbers"],
+        by_length,
+        model=model,
+        tokenizer=AutoTokenizer.from_pretrained(start_model),
+        evaluation_prompts=[],
+    )
+    assert {weight.dtype for weight in trainer.actor.policy.parameters()} == {torch.float32}
+    assert torch.equal(weights_of(trainer.actor.policy).bfloat16(), weights_of(model))
+    assert trainer.train()["policy/loss"] is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model": 3}, ["model="]),
+        ({"model": "no/such"}, ["no/such"]),
+        ({"tokenizer": "x"}, ["tokenizer="]),
+        ({"model": "adapter"}, ["model=", "merge_and_unload"]),
+    ],
+)
+def test_what_is_no_model_is_refused(start_model, user_error, given, named):
+    if given.get("model") == "adapter":
+        base = AutoModelForCausalLM.from_pretrained(start_model)
+        given = {"model": get_peft_model(base, LoraConfig(task_type="CAUSAL_LM"))}
+    config = make_config(num_iterations=1, actor_model=str(start_model))
+    with user_error(*named):
+        make_trainer(config, ["a"], by_length, **given)
+
+
+def test_a_prompt_that_occurs_twice_trains_twice_only_with_repeats(start_model):
+    config = make_config(num_iterations=1, actor_model=str(start_model), batch_size=1)
+    for repeats, count in ((False, 1), (True, 3)):
+        trainer = make_trainer(config, ["a cat"] * 3, by_length, evaluation_prompts=[], repeats=repeats)
+        assert len(trainer.train_prompts) == count

@@ -38,6 +38,10 @@ def listed(names) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def flag(setting: str) -> str:
+    return f"`--{setting.replace('_', '-')}`"
+
+
 def table() -> str:
     """Return the table, as Markdown."""
     used: dict[tuple[str, str], list[str]] = {}
@@ -45,27 +49,21 @@ def table() -> str:
         same, computed = USED[kind]
         of_kind = fields_by_use(kind)
         for name in (*of_kind["same"], *of_kind["computed"]):
-            here = f"`{same[name]}`" if name in same else computed[name]
-            used.setdefault((f"`{name}`", here), []).append(kind.__name__.removesuffix("Config"))
-    unchanged: dict[str, list[str]] = {}
-    others = []
-    for (name, here), kinds in used.items():
+            here = computed.get(name) or ("same" if same[name] == name else flag(same[name]))
+            used.setdefault((here, name), []).append(kind.__name__.removesuffix("Config"))
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (here, name), kinds in used.items():
         of = "" if len(kinds) == len(CONFIGS) else f" ({', '.join(kinds)})"
-        if name == here:
-            unchanged.setdefault(of, []).append(name)
-        else:
-            others.append(f"| {name}{of} | {here} |")
-    rows = ["| TRL | here |", "|---|---|"]
-    rows += [f"| {', '.join(names)}{of} | same |" for of, names in unchanged.items()]
-    rows += others
-    titles = {"no effect": "changes only time, memory or logging", "refused": "refused, if not TRL's default"}
-    for use, title in titles.items():
-        names = dict.fromkeys(name for kind in CONFIGS for name in fields_by_use(kind)[use])
-        rows.append(f"| {listed(names)} | {title} |")
-    rows.append(f"| LoraConfig: {listed(ours.OF_LORA)}, `target_modules` | `lora_r`, same, same, `lora_targets` |")
-    rows.append(f"| LoraConfig: {listed(ours.LORA_WITHOUT_EFFECT)} | no effect |")
-    rows.append("| LoraConfig: all others | refused, if not peft's default |")
-    return "\n".join(rows) + "\n"
+        rows.setdefault((here, of), []).append(name)
+    refused = dict.fromkeys(name for kind in CONFIGS for name in fields_by_use(kind)["refused"])
+    rows |= {(f"refused. {ours.INSTEAD[name]}", ""): [name] for name in refused if name in ours.INSTEAD}
+    rows["refused, if not TRL's default", ""] = [name for name in refused if name not in ours.INSTEAD]
+    no_effect = dict.fromkeys(name for kind in CONFIGS for name in fields_by_use(kind)["no effect"])
+    rows["changes only time, memory or logging", ""] = list(no_effect)
+    rows["`--lora-r`, same, same, `--lora-targets`", " (LoraConfig)"] = [*ours.OF_LORA, "target_modules"]
+    rows["no effect; all others are refused, if not peft's default", " (LoraConfig)"] = [*ours.LORA_WITHOUT_EFFECT]
+    lines = [f"| {listed(names)}{of} | {here} |" for (here, of), names in rows.items()]
+    return "\n".join(["| TRL 1.12 | here |", "|---|---|", *lines]) + "\n"
 
 
 def page_with_tables(text: str) -> str:

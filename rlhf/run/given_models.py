@@ -69,7 +69,7 @@ def stored_start_model(
                 own.save_pretrained(staging)
 
         beside = output or temporary_folder() / "program"
-        return stored(beside, f"start_model_{identity}", write)
+        return store_once(beside, f"start_model_{identity}", write)
 
     return from_first(store)
 
@@ -103,10 +103,10 @@ def stored_critic(model: PreTrainedModel, output: Path) -> str:
             weights = {name: weight.detach().contiguous().cpu() for name, weight in backbone.named_parameters()}
             save_file(weights, staging / CRITIC_FILE, {"base": model.config.name_or_path})
 
-    return from_first(lambda: stored(output, f"critic_{hash_of(model.state_dict())}", write))
+    return from_first(lambda: store_once(output, f"critic_{hash_of(model.state_dict())}", write))
 
 
-def stored(output: Path, name: str, write: Callable[[Path], None]) -> str:
+def store_once(output: Path, name: str, write: Callable[[Path], None]) -> str:
     """Write a folder beside the run's, if it does not exist. Returns its path."""
     folder = output.with_name(f"{output.name}_{name}")
     if not folder.exists():

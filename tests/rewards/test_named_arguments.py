@@ -81,11 +81,11 @@ def test_completions_without_log_probs_are_refused_if_a_function_names_them(user
 
 @pytest.mark.parametrize("column", NAMED)
 def test_a_column_with_such_a_name_is_an_argument_only_if_no_function_names_it(column, user_error):
-    def of_environments(completions, environments, environment_rewards, **_):
+    def others(completions, prompt_ids, environments, environment_rewards, **_):
         return [0.0] * len(completions)
 
     rows = [Example(CHAT, columns={column: 7})]
-    names = of_environments if column.startswith("environment") else Reader()
+    names = others if column.startswith(("environment", "prompt")) else Reader()
     check_columns([same_scores], rows, "--prompts x.jsonl")
     with user_error(f"--columns my_{column}={column}"):
         check_columns([same_scores, names], rows, "--prompts x.jsonl")

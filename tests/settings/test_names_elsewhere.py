@@ -112,7 +112,7 @@ def test_names_of_other_trainers_that_are_accepted():
 
 
 def test_names_marked_as_the_same_on_the_page_are_accepted():
-    text = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8").split("## PPOConfig")[1]
+    text = (ROOT / "docs" / "coming_from_trl.md").read_text(encoding="utf-8").split("## PPOConfig, GRPOConfig")[1]
     rows = re.findall(r"^\| ([^|]*`[^|]*) \| same\b(?!, same|.*, in|.*, not)[^|]*\|$", text, re.MULTILINE)
     spans = [span for row in rows for span in re.findall(r"`([^`]+)`", re.sub(r"\([^)]*\)", "", row))]
     names = [span.rpartition(".")[-1].lstrip("-") for span in spans]

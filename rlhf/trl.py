@@ -641,7 +641,9 @@ class _GroupTrainer(_Trainer):
     ):
         """The arguments are those of TRL 1.12. Raises UserError for values that are not offered."""
         name = model if isinstance(model, str) else model.config.name_or_path
-        args = self.kind(f"{Path(name).name}-{self.algorithm.upper()}") if args is None else args
+        if args is None:  # TRL's own default; without a GPU, its bf16 needs use_cpu
+            without_gpu = not torch.cuda.is_available()
+            args = self.kind(f"{Path(name).name}-{self.algorithm.upper()}", use_cpu=without_gpu)
         check_arguments(args, self.kind, others)
         check_dropout(model, args)
         rows = rows_of(train_dataset, "train_dataset")

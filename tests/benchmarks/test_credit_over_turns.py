@@ -20,6 +20,10 @@ from benchmarks.credit_over_turns import (
 )
 from rlhf.demo.crossing import RISKS, expected_pots, random_play, reach
 from rlhf.settings.training import Config
+from tests.documents import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "crossing"
+SEEDS = (42, 123, 777, 1, 2)  # in the order of the page
 
 
 def test_values_are_compared_weighted_with_the_reach():
@@ -92,3 +96,15 @@ def test_settings_of_the_arms_are_settings():
         assert isinstance(config, Config)
         assert config.episodes_per_update == make_config("demo-game").episodes_per_update
     assert settings_of(["lam=0.5", 'kl_placement="none"']) == {"lam": 0.5, "kl_placement": "none"}
+
+
+def test_the_page_has_the_scores_of_the_stored_runs():
+    """Each arm's scores, in the order of the table's seeds."""
+    page = (ROOT / "docs" / "results.md").read_text("utf-8")
+    table = page.split("| algorithm, unit of time, game |")[1].split("\n\n")[0]
+    rows = [line.split("|")[2].strip() for line in table.splitlines()[2:]]
+    stored = [
+        "; ".join(f"{json.loads(file_of(RESULTS, arm, seed).read_text())['end']['exact']:.2f}" for seed in SEEDS)
+        for arm in ARMS
+    ]
+    assert rows == stored

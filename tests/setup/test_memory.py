@@ -350,7 +350,7 @@ def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys
 class Talkative:
     """`reset` and `observe` return texts that are much longer than the rows and the turns."""
 
-    def reset(self, question=None, **row):
+    def reset(self, **row):
         return " yes" * 20
 
     def observe(self, completion):

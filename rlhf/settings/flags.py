@@ -138,7 +138,8 @@ class CommandLine:
         files |= {"--algorithm NAME": algorithms} if self.algorithms else {}
         all_settings = "print all settings, with ranges and other names; --no-FLAG turns one off"
         sections = {"": {**files, "-h, --help": "print the most important settings", "--help-all": all_settings}}
-        sections[""][JSON] = "print the results, or the error, as one JSON object on stdout and all else on stderr"
+        if every:
+            sections[""][JSON] = "print the results, or the errors, as one JSON object, and all else on standard error"
         groups = typing.get_type_hints(self.config_class)
         for s in self.settings.values():
             if every or s.brief:

@@ -44,6 +44,7 @@ def inputs(start_model, pairs_file, tmp_path) -> list[object]:
             "loud.py:loud", *FEW]  # fmt: skip
 
 
+@pytest.mark.ci
 def test_training_evaluation_plot_and_comparison(answer, inputs, tmp_path):
     found, printed = answer("train_ppo.py", *inputs, "--output", "run")
     record = json.loads((tmp_path / "run" / "run.json").read_text("utf-8"))
@@ -92,6 +93,7 @@ def test_reward_model(answer, start_model, pairs_file):
     assert found["weakness"] is None or found["weakness"] in printed
 
 
+@pytest.mark.ci
 def test_chat(inputs, start_model, tmp_path):
     flags = ["--chat", "--json", "--model-path", str(start_model), "--max-new-tokens", "4"]
     done = run([str(ROOT / "evaluate_generations.py"), *flags], tmp_path, typed="What is a cat?\nAnd a table?\n")

@@ -22,10 +22,12 @@ KINDS = ("models", "datasets")
 
 
 class Hub:
-    """The server, in a thread. `requests` are (method, path) of all requests so far."""
+    """The server, in a thread. `requests` are (method, path, whole) of all requests so far. `whole` is False for a
+    part of a file."""
 
     def __init__(self, root: Path):
-        self.requests: list[tuple[str, str]] = []
+        self.root = root
+        self.requests: list[tuple[str, str, bool]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, root, self.requests))
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -36,10 +38,10 @@ class Hub:
         return {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_TOKEN": "hf_a_token"}
 
     def downloads(self) -> list[str]:
-        """Return the paths of the files whose content was requested, and forget all requests."""
-        found = [path for method, path in self.requests if method == "GET" and "/resolve/" in path]
+        """Return the names of the files that were downloaded as a whole, and forget all requests."""
+        found = [path for method, path, whole in self.requests if method == "GET" and "/resolve/" in path and whole]
         self.requests.clear()
-        return found
+        return [path.rpartition("/")[2] for path in found]
 
     def close(self) -> None:
         self.server.shutdown()
@@ -49,7 +51,7 @@ class Hub:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, root: Path, requests: list[tuple[str, str]], *connection):
+    def __init__(self, root: Path, requests: list[tuple[str, str, bool]], *connection):
         self.root = root
         self.requests = requests
         super().__init__(*connection)  # answers the requests of the connection
@@ -59,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        self.requests.append((self.command, url.path))
+        self.requests.append((self.command, url.path, "Range" not in self.headers))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         first, *parts = [unquote(part) for part in url.path.strip("/").split("/")]
         if first == "api":
@@ -102,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
             files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
             return self.send({"files": [{**one, "shouldIgnore": False} for one in files]})
         if action == "commit":
-            return self.commit(folder, body)
+            return self.commit(folder, "/".join(parts[1:3]), body)
         return self.missing("EntryNotFound")
 
     def info(self, folder: Path, name: str) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": one.relative_to(folder).as_posix(), "size": one.stat().st_size} for one in files]
         return {"_id": name, "id": name, "sha": COMMIT, "gated": False, "private": False, "siblings": siblings}
 
-    def commit(self, folder: Path, body: bytes) -> None:
+    def commit(self, folder: Path, name: str, body: bytes) -> None:
         """Write and delete the files of a commit: one JSON object per line."""
         for line in map(json.loads, body.splitlines()):
             if line["key"] == "file":
@@ -119,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
                 file.write_bytes(base64.b64decode(line["value"]["content"]))
             elif line["key"] == "deletedFile":
                 (folder / line["value"]["path"]).unlink()
-        self.send({"commitOid": COMMIT, "commitUrl": f"http://{self.headers['Host']}/commit/{COMMIT}"})
+        self.send({"commitOid": COMMIT, "commitUrl": f"http://{self.headers['Host']}/{name}/commit/{COMMIT}"})
 
     def send_file(self, kind: Path, parts: list[str]) -> None:
         """Send OWNER/NAME/resolve/REVISION/PATH, or the bytes that the header Range selects."""

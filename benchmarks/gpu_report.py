@@ -40,9 +40,13 @@ class Report:
     sections: dict[str, SectionRecord] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Read the sections that an earlier call wrote into the folder, if there are any."""
+        """Read the machine and the sections that an earlier call wrote into the folder, if there are any."""
         file = self.folder / "figures.json"
-        for name, record in json.loads(file.read_text(encoding="utf-8"))["sections"].items() if file.is_file() else ():
+        if not file.is_file():
+            return
+        found = json.loads(file.read_text(encoding="utf-8"))
+        self.machine = found["machine"]
+        for name, record in found["sections"].items():
             figures = {figure["name"]: figure for figure in record.pop("figures")}
             self.sections[name] = SectionRecord(**record, figures=figures)
 
@@ -121,7 +125,8 @@ def machine_lines(machine: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version or 'missing'}" for name, version in machine["versions"].items())
     return [
         f"- GPU: {gpu}",
-        f"- CPU: {machine['processor']}, {machine['cores']} cores, {machine['threads_used']} threads used",
+        f"- CPU: {machine['processor']}, {machine['cores']} cores, {machine['threads_used']} threads used, "
+        f"{machine.get('memory_bytes', 0) / 2**30:.0f} GiB memory",
         f"- Python {machine['python']}, {versions}",
         f"- {machine['platform']}, commit {machine['commit'] or 'unknown'}",
     ]

@@ -96,7 +96,7 @@ class Section:
         self._send({"machine": gpu_machine(self.device)})
 
     def _send(self, message: dict[str, Any]) -> None:
-        from rlhf.utils.files import json_ready
+        from rlhf.utils.results import json_ready
 
         self.channel.write(json.dumps(json_ready(message)) + "\n")
         self.channel.flush()

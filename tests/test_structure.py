@@ -373,6 +373,7 @@ def test_models_are_loaded_without_their_code():
 # what writes on the console; rlhf.utils.errors.print_line and rlhf.utils.console.Screen escape control characters
 PRINTERS = {
     "rlhf.utils.errors": ["os.write", "print"],
+    "rlhf.utils.results": ["print"],  # below errors: one line of JSON, which has no control characters
     "rlhf.utils.streams": ["print"],  # below errors: the loss of stdout, in the system's words
     "rlhf.utils.console": ["Console", "Console", "Live", "Table", "Text", "console.print", "console.print",
                            "console.print"],

@@ -26,6 +26,7 @@ from rlhf.trainer.passes import ForwardPasses
 from rlhf.trainer.play import Player
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from rlhf.utils.results import result
 from rlhf.utils.streams import lost_streams
 
 NEW = "/new"
@@ -55,6 +56,8 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     screen.facts([("model", model.label), ("sampling", str(config.sampling)), ("memory", memory)])
     screen.facts([(NEW, "starts a new conversation"), (EXIT, "ends the chat, as do Ctrl-C and the end of the input")])
     turns: list[dict[str, str]] = []
+    replies: list[str] = []
+    result(replies=replies)
     try:
         for line in lines():
             if line == NEW:
@@ -64,7 +67,8 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
             try:
                 (example,) = examples_of([line])
                 if generator.player.environment is not None:
-                    screen.write(f"{generator.play(example, shots)}\n")
+                    replies.append(generator.play(example, shots))
+                    screen.write(f"{replies[-1]}\n")
                     continue
                 ids, kept = newest_turns(tokenizer, [*turns, *example.messages], room, shots)
             except UserError as error:
@@ -73,6 +77,7 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
             if len(kept) <= len(turns):
                 screen.say(f"(the context is full: dropped the {len(turns) + 1 - len(kept)} oldest messages)")
             reply = generator.generate(ids)
+            replies.append(reply)
             screen.write(f"{reply}\n")
             turns = [*kept, {"role": "assistant", "content": reply}] if tokenizer.chat_template is not None else []
     except KeyboardInterrupt:

@@ -10,7 +10,8 @@ from typing import Any, TextIO
 
 from rlhf.callbacks.base import Callback
 from rlhf.trainer.progress import Progress
-from rlhf.utils.files import json_ready, write_text
+from rlhf.utils.files import write_text
+from rlhf.utils.results import json_ready
 from rlhf.utils.streams import lost_streams
 
 

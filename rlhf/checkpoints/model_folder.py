@@ -274,7 +274,7 @@ def tensors_of(folder: Path) -> dict[str, list[int]]:
     """Return the names and shapes of the tensors in a model's safetensors files. Raises UserError if there are none,
     or a file is missing or incomplete."""
     files = weights_files(folder)
-    hint = "Give a complete model folder with safetensors weights"
+    hint = "Give a complete model folder with safetensors weights. If it is a part of a hub model, go online once"
     if not files:
         raise UserError("cannot be loaded", f"{folder} (no safetensors file)", hint)
     tensors = {}

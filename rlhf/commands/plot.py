@@ -14,6 +14,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import rename_synced, staged
 from rlhf.utils.libraries import check_libraries
+from rlhf.utils.results import result
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
 
@@ -43,6 +44,8 @@ def plot_command(argv: list[str] | None = None) -> None:
         rename_synced(new_picture, picture)
         rename_synced(new_table, table)
     show_runs(chart, screen)
+    ends = {str(run.folder): {"updates": run.last_update, **last_values(run, chart)} for run in runs}
+    result(runs=ends, picture=str(picture), table=str(table))
     screen.say(f"wrote {picture} ({len(figure.axes)} panels over {chart.x_label}) and {table} ({rows:,} rows)")
 
 
@@ -77,17 +80,23 @@ def show_runs(chart, screen) -> None:
         screen.say(line)
 
 
-def final_values(run, chart) -> str:
-    """Return the number of updates of a run, and the last values of its curves, on one line."""
+def last_values(run, chart) -> dict[str, float | None]:
+    """Return the last value of each curve of a run; None if it is not logged."""
     from rlhf.analysis.curves import running_mean
 
+    values = {}
+    for panel in (*chart.panels, *chart.small_panels):
+        curve = run.scalars.get(panel.tag)
+        smooth = chart.smooth if panel.smoothed else 1
+        values[panel.tag] = curve and float(running_mean(curve.updates, curve.values, smooth)[-1])
+    return values
+
+
+def final_values(run, chart) -> str:
+    """Return the number of updates of a run, and the last values of its curves, on one line."""
     status = run.run.status
     remarks = [f"{run.last_update:,} of {run.planned:,} updates{'' if status == 'finished' else f' ({status})'}"]
-    for panel in (*chart.panels, *chart.small_panels):
-        value = "not logged"
-        if panel.tag in run.scalars:
-            curve = run.scalars[panel.tag]
-            value = f"{running_mean(curve.updates, curve.values, chart.smooth if panel.smoothed else 1)[-1]:.3g}"
-        remarks.append(f"{panel.tag} {value}")
+    for tag, value in last_values(run, chart).items():
+        remarks.append(f"{tag} {'not logged' if value is None else f'{value:.3g}'}")
     aim = "no KL target" if run.targets is None else f"KL target {run.targets.target_of(run.last_update)}"
     return ", ".join([*remarks, aim])

@@ -13,6 +13,7 @@ from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import naming
 from rlhf.utils.libraries import check_libraries, import_libraries
 from rlhf.utils.processes import is_first
+from rlhf.utils.results import result
 
 # printed after Ctrl-C
 INTERRUPTED = "stopped: the output folder contains its previous content, or the complete new reward model"
@@ -43,7 +44,9 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
             folder = agree(lambda: train_reward_model(config, screen, start_device(screen)))
     if not is_first():
         return
-    weak = weakness(read_record(folder))
+    record = read_record(folder)
+    weak = weakness(record)
+    result(reward_model=str(folder), weakness=weak, **{**record, "train_questions": len(record["train_questions"])})
     screen.say(
         f"next: {training_command(config, usual)}"
         if weak is None

@@ -10,7 +10,8 @@ from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, question_hash, shared_start
 from rlhf.settings.training import DataSettings
 from rlhf.utils.errors import Say, UserError, naming
-from rlhf.utils.files import check_folder, json_ready, rename_synced, staged, write_jsonl
+from rlhf.utils.files import check_folder, rename_synced, staged, write_jsonl
+from rlhf.utils.results import json_ready, result
 
 
 def write_parts(data: DataSettings, output: str, say: Say) -> None:
@@ -44,6 +45,7 @@ def write_parts(data: DataSettings, output: str, say: Say) -> None:
         for name, rows in files.items():
             write_jsonl(staging / name, map(json_ready, rows))
         rename_synced(staging, folder)
+    result(rows={str(folder / name): len(rows) for name, rows in files.items()})
     for name, rows in files.items():
         say(f"  {folder / name}: {len(rows):,} rows")
     say(f"train with the same data and --split {selection.split}: then no question is in two parts")

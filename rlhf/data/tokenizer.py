@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, read_config, read_obje
 from rlhf.checkpoints.trust import check_no_code, code_problems, file_of, readable
 from rlhf.data.chat_template import CLOCK, DATE, end_of_turn, today
 from rlhf.utils.errors import Problem, UserError, raise_if
+from rlhf.utils.paths import is_on_hub
 
 EOS_IDS = "completion_end_ids"  # key of tokenizer_config.json, which an adapter's folder has, too
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
@@ -154,6 +156,12 @@ def config_values(name: str) -> dict[str, Any]:
     has_heads = "head_dim" in values or values.get("model_type") != "qwen3"  # Qwen 3's default is not H / heads
     if values.get("model_type") in TYPES and has_sizes and has_heads and type(values.get(TIED)) is bool:
         return values
+    return _hub_values(name) if is_on_hub(name) else values_of(load_config(name))
+
+
+@functools.cache
+def _hub_values(name: str) -> dict[str, Any]:
+    """Return the values of a hub model's config: a plan needs them ten times, and each load makes five requests."""
     return values_of(load_config(name))
 
 

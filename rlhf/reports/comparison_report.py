@@ -25,7 +25,7 @@ from rlhf.reports.page import Page, Picture
 from rlhf.reports.report_plots import forest, score_against_kl
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import listed
-from rlhf.utils.files import json_ready
+from rlhf.utils.results import json_ready
 from rlhf.utils.rng import rng_for
 from rlhf.utils.statistics import A_SHARE, Estimate, over_seeds, paired, per_prompt, share_limits
 

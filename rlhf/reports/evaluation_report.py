@@ -19,8 +19,8 @@ from rlhf.reports.report_plots import forest
 from rlhf.reports.tables import FigureRow, TextTable, before_and_after, figure_names
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, listed, number
-from rlhf.utils.files import json_ready
 from rlhf.utils.paths import path_on_page
+from rlhf.utils.results import json_ready
 from rlhf.utils.statistics import ranks
 
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all

@@ -13,6 +13,7 @@ from rlhf.reports.tables import TextTable
 from rlhf.utils.console import Screen
 from rlhf.utils.files import update_dir_atomically, write_json, write_text
 from rlhf.utils.html import render
+from rlhf.utils.results import result
 
 
 class Picture(NamedTuple):
@@ -49,6 +50,7 @@ class Page(NamedTuple):
             write_text(staging / f"{self.name}.html", html)
 
         update_dir_atomically(folder, write, check)
+        result(**self.report, page=str(folder / f"{self.name}.html"))
 
     def show(self, screen: Screen, folder: Path, full: bool = False) -> None:
         """Print what is new on the page, without pictures and completions, and where it is; with `full`, also what is

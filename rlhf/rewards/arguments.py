@@ -18,7 +18,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.data.row import Example
 from rlhf.distributed.shares import merge_rows
 from rlhf.utils.errors import Problem, raise_if
-from rlhf.utils.files import json_ready
+from rlhf.utils.results import json_ready
 
 if TYPE_CHECKING:
     from transformers import TrainerState

@@ -6,7 +6,7 @@ Imports what only a part needs when that part begins: a plan is printed within s
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from rlhf.setup.load_inputs import RunInputs, check_device, load_inputs
 from rlhf.setup.plan import show_plan
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, RunError, UserError, raise_if
+from rlhf.utils.results import result
 
 if TYPE_CHECKING:
     from rlhf.rewards.probes import RewardReport
@@ -125,6 +126,7 @@ class Checks:
 
         report = probe_rewards(self.config, self.rewards, self.inputs.prompts.train, self.inputs.start.tokenizer)
         self.result.reward = report
+        result(reward=asdict(report))
         show_reward_report(report, self.config.sampling.max_new_tokens, self.screen)
         if self.parts != list(PARTS):
             return report.problems()
@@ -143,6 +145,7 @@ class Checks:
         except RunError as error:  # a reward function fails, or gives no score
             return error.problems
         self.result.prompts = found
+        result(prompts=asdict(found))
         show_scan(self.given, found, self.screen)
         return [Problem(found.nothing)] if found.nothing is not None else []
 

@@ -21,6 +21,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import Problem, UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.processes import is_first
+from rlhf.utils.results import result
 from rlhf.utils.signals import TrainingInterrupted
 from rlhf.utils.timing import timed
 
@@ -203,7 +204,9 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     columns = ["", *(f"seed {seed}" for seed in runs), "mean", "standard deviation"]
     screen.table(f"{config.title}, {len(runs)} seeds", columns, table)
     file = Path(f"{Path(config.run.output)}_seeds.json")
-    write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
+    report = {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary}
+    write_json(file, report)
+    result(**report)
     screen.say(f"saved: {file} (details: {RUN_FILE} of each seed)")
     folders = [seed_folder(config.run.output, seed) for seed in runs]
     code = code_words(values_in(config))

@@ -39,8 +39,9 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.session import Session
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import raise_if
-from rlhf.utils.files import json_ready, write_jsonl
+from rlhf.utils.files import write_jsonl
 from rlhf.utils.processes import is_first, size
+from rlhf.utils.results import json_ready
 from rlhf.utils.signals import GracefulStop
 from rlhf.utils.streams import guarded_streams
 from rlhf.utils.timing import timed

@@ -15,6 +15,7 @@ from rlhf.settings.translate import hint
 from rlhf.settings.types import MemorySize
 from rlhf.utils.command_lines import script_words
 from rlhf.utils.errors import Problem
+from rlhf.utils.results import FLAG as JSON
 
 HELP = "help"
 HELP_ALL = "help_all"
@@ -109,7 +110,7 @@ class CommandLine:
     @property
     def flags(self) -> dict[str, Flag]:
         """All flags with dashes, also those that only other commands have."""
-        found = {"-h": Flag(HELP), "--help": Flag(HELP), "--help-all": Flag(HELP_ALL)}
+        found = {"-h": Flag(HELP), "--help": Flag(HELP), "--help-all": Flag(HELP_ALL), JSON: Flag(JSON)}
         found |= {"--recipe": Flag("recipe", 1, 1), "--config": Flag("config", 1, 1)} if self.recipes else {}
         found |= {"--algorithm": Flag("algorithm", 1, 1)} if self.algorithms else {}
         has_words = self.positional is not None
@@ -137,6 +138,8 @@ class CommandLine:
         files |= {"--algorithm NAME": algorithms} if self.algorithms else {}
         all_settings = "print all settings, with ranges and other names; --no-FLAG turns one off"
         sections = {"": {**files, "-h, --help": "print the most important settings", "--help-all": all_settings}}
+        if every:
+            sections[""][JSON] = "print the results, or the errors, as one JSON object, and all else on standard error"
         groups = typing.get_type_hints(self.config_class)
         for s in self.settings.values():
             if every or s.brief:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from rlhf.setup.shape import adapter_weights, weights_of
 from rlhf.trainer.progress import Predicted, Progress, parts_text
 from rlhf.utils.console import Screen, counted, gib
 from rlhf.utils.processes import size
+from rlhf.utils.results import result
 from rlhf.utils.statistics import prompts_needed, smallest_change
 
 MOST_TOPICS = 12  # listed in the plan
@@ -100,6 +102,7 @@ def show_plan(config: Config, inputs: RunInputs, device: torch.device, screen: S
         own += f", from the run {config.critic.run}" if config.critic.run is not None else ""
         rows.insert(3, ("critic", own))
     screen.facts(rows)
+    result(plan=dict(rows), budget=asdict(budget(config, updates)), predicted_peak_bytes=estimate(config).peak)
     warn_of_memory(config, estimate, device, screen)
     doubts = [*kl_warnings(config, updates), warmup_warning(config, updates), evidence_warning(config, sets)]
     for line in filter(None, doubts):

@@ -35,6 +35,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import Problem, RunError, first_line
+from rlhf.utils.results import result
 
 # Largest mean distance of a ratio from 1 and of a log-ratio from 0: rounding differs with the other rows of a batch
 # (bfloat16 has 8 significant bits).
@@ -67,6 +68,7 @@ def check_run(config: Config, components: Components, screen: Screen) -> list[Pr
             found.append(Check("error", f"{kind}{reason:.200}", False, hint))
     screen.say("checks:")
     screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
+    result(checks=[dataclasses.asdict(check) for check in found])
     failed = [check.name for check in found if not check.ok]
     what = f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)})"
     return [Problem(what, "--check update", "See the FAILED lines above")] if failed else []

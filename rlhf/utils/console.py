@@ -19,6 +19,7 @@ from rich.text import Text
 from rlhf.utils.errors import RLHFWarning, print_line, visible, visible_line
 from rlhf.utils.paths import text_on_page
 from rlhf.utils.processes import is_first, process_prefix, size
+from rlhf.utils.results import result
 from rlhf.utils.system import keep_ctrl_c
 
 LIBRARIES = ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes")
@@ -146,6 +147,7 @@ class Screen:
         kept = {"warning": self.warnings, "note": self.notes}.get(kind)
         if kept is not None:
             kept.append(text_on_page(line))
+            result(**{f"{kind}s": kept})
         self.console.print(rich_text(text))
 
     def write(self, text: str) -> None:

@@ -13,11 +13,12 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf.utils.processes import connected, is_first, is_first_to_report, process_prefix
+from rlhf.utils.results import result, results_on_stdout
 from rlhf.utils.streams import guarded_streams
 
 MAX_PRINTED = 5
@@ -266,6 +267,7 @@ def torch_error(error: BaseException) -> Problem | None:
 
 
 @guarded_streams()
+@results_on_stdout()
 def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
     """Run the main() of a script. Any error is printed as one line on stderr and sets the exit status; for an
     unexpected error, the line contains the path of a file with the traceback. `interrupted` is the message after
@@ -274,14 +276,15 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
         require_current_folder()
         return main()
     except KeyboardInterrupt as error:
+        result(error=asdict(Problem(interrupted)))
         if is_first_to_report():
             print_line(interrupted, file=sys.stderr)
         sys.exit(error.exit_status if isinstance(error, StoppedAtOnce) else 130)
     except UserError as error:
-        print_error(error.report(), is_raised_by_all(error), error.at_once)
+        print_error(error, is_raised_by_all(error))
         sys.exit(error.exit_status)
     except Exception as error:  # an unexpected error: the traceback goes to a file
-        print_error(f"error: {problem_of(error)}", is_raised_by_all(error))
+        print_error(UserError(problem_of(error)), is_raised_by_all(error))
         sys.exit(UserError.exit_status if is_before_start(error) else RunError.exit_status)
 
 
@@ -298,18 +301,20 @@ def is_before_start(error: Exception) -> bool:
     return as_os_error(error) is not None and not isinstance(error, WriteError)
 
 
-def print_error(lines: str, by_all: bool, at_once: bool = False) -> None:
+def print_error(error: UserError, by_all: bool) -> None:
     """Print an error. Of several processes with the same error, `by_all`, only the first one prints it.
 
     If they have not compared their errors, the first one is likely to find the same error. The others print theirs
     only if the launcher has not ended them some seconds later, or `at_once`. Of connected processes, one prints.
     """
-    if not is_first() and not at_once:
+    first, *more = map(asdict, error.problems)
+    result(error=first, more_errors=more)
+    if not is_first() and not error.at_once:
         time.sleep(FIRST_REPORTS_S if connected() is None else FIRST_ENDS_S)
         if by_all:
             return
     if is_first_to_report():
-        print_line(f"{process_prefix()}{lines}", file=sys.stderr)
+        print_line(f"{process_prefix()}{error.report()}", file=sys.stderr)
 
 
 def problem_of(error: Exception) -> Problem:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, as_os_error, first_line, naming
 from rlhf.utils.paths import local_path, new_name
+from rlhf.utils.results import json_ready
 from rlhf.utils.system import WINDOWS
 from rlhf.utils.timing import timed
 
@@ -105,17 +105,6 @@ def read_jsonl(file: Path, fix: str) -> list[Any]:
         return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     except ValueError as error:
         raise UserError("incomplete or corrupted", f"{file} ({first_line(error):.120})", fix) from None
-
-
-def json_ready(data: Any) -> Any:
-    """Return the data with None for each number that is not finite, and with lists for arrays."""
-    if isinstance(data, dict):
-        return {key: json_ready(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [json_ready(value) for value in data]
-    if hasattr(data, "tolist"):
-        return json_ready(data.tolist())
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 @contextmanager

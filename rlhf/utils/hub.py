@@ -76,7 +76,7 @@ def tensors_on_hub(name: str) -> dict[str, list[int]]:
 def _hub_reason(error: Exception) -> str:
     """Return the reason of a hub error, on one line."""
     if isinstance(error, OfflineModeIsEnabled):
-        return "offline mode is on"
+        return "HF_HUB_OFFLINE is set"
     return first_line(error, type(error).__name__)
 
 

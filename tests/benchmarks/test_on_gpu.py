@@ -91,7 +91,8 @@ def test_the_code_that_makes_the_demo_parts_imports_what_exists():
 def test_every_section_of_a_plan_exists():
     modules = (gpu_measures, gpu_updates, gpu_profile, gpu_trainings)
     known = {name for module in modules for name in module.SECTIONS}
-    assert known == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL}
+    assert known == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL} > set(on_gpu.REPORT)
+    assert sum(on_gpu.REPORT.values()) <= on_gpu.REPORT_MINUTES == on_gpu.parse(["--report"]).minutes
     selected = on_gpu.shares_of(on_gpu.parse(["--only", "decoding-graph", "demo"]))
     assert selected == {"decoding-graph": 2 * 60, "demo": 4 * 60}
     names = list(on_gpu.SHORT)
@@ -138,6 +139,46 @@ def test_a_call_without_time_starts_no_section(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
     on_gpu.main(["--device", "cpu", "--minutes", "0.1", "--output", str(tmp_path)])
     assert "runs, decoding-plain, decoding-slots" in capsys.readouterr().out
+
+
+def test_a_report_ends_with_one_block_also_if_all_is_measured(tmp_path, capsys, monkeypatch):
+    machine = {"gpu": "RTX 3070", "gpu_memory_gib": 8.0, "gpu_state": {"driver_version": "1"}, "cuda": "13.0",
+               "processor": "a CPU", "cores": 4, "threads_used": 4, "memory_bytes": 2**34, "python": "3.12",
+               "platform": "Windows-11", "versions": {"torch": "2.13.0"}, "commit": None}  # fmt: skip
+    measured = []
+
+    def measure(plan, report):
+        measured.append(plan.section)
+        report.begin(plan.section, plan.seconds)
+        report.add(plan.section, {"machine": machine})
+        report.add(plan.section, {"name": "a figure", "error": "out of ```memory"})
+        report.end(plan.section, DONE, 1.0)
+
+    monkeypatch.setattr(on_gpu, "choose_device", lambda device: device)
+    monkeypatch.setattr(on_gpu, "measure", measure)
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+    for _ in range(2):
+        on_gpu.main(["--report", "--only", "runs", "memory", "--output", str(tmp_path)] if not measured else
+                    ["--report", "--minutes", "0.1", "--output", str(tmp_path)])  # fmt: skip
+        _, block, after = capsys.readouterr().out.split("````")
+        assert block.startswith("markdown\n# RTX 3070\n") and after == "\n"
+        for words in ("RTX 3070, 8 GiB, CUDA 13.0", "16 GiB memory", "torch 2.13.0", "Windows-11", "## runs",
+                      "## memory", "| a figure | failed |"):  # fmt: skip
+            assert words in block
+    assert measured == ["runs", "memory"]
+
+
+@pytest.mark.parametrize(("gib", "both"), [(8, False), (24, True)])
+def test_a_small_gpu_runs_no_update_of_stock_trl(tmp_path, monkeypatch, gib, both):
+    section = Section(Plan("update", 60.0, "cuda", "smollm2", str(tmp_path), str(tmp_path)), io.StringIO())
+    alone = []
+    pairs = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
+    monkeypatch.setattr(gpu_updates, "updates_alone", lambda section, name, more: alone.append(name))
+    monkeypatch.setattr(gpu_updates, "updates_of_both", lambda section, name, *_: pairs.append(name))
+    gpu_updates.update(section)
+    assert pairs == (["ppo", "grpo"] if both else [])
+    assert alone == [*gpu_updates.ALONE, *([] if both else ["PPO", "GRPO"])]
 
 
 def test_mixed_lengths_end_at_eos_and_share_the_slots(tmp_path):

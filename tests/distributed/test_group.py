@@ -89,7 +89,7 @@ def test_another_process_than_the_first_prints_only_its_own_errors(monkeypatch, 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     for by_all in (False, True):
-        errors.print_error("error: a test", by_all)
+        errors.print_error(errors.UserError("a test"), by_all)
     assert capsys.readouterr().err == "process 1 of 2: error: a test\n"
 
 

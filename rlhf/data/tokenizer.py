@@ -155,7 +155,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 def context_of(config: PreTrainedConfig) -> int | None:
     """Return the context length of a model in tokens; None if its config has none."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return values_of(config).get("max_position_embeddings")
 
 
 # what the JSON files of these model types must contain to be read without transformers' config class and its defaults
@@ -180,9 +180,17 @@ def config_values(name: str) -> dict[str, Any]:
 
 
 def values_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the values of a language model's config, with the usual names: GPT-2 calls them n_layer and so on."""
+    """Return the values of a language model's config, with the usual names: GPT-2 calls them n_layer and so on.
+
+    The context of a model with longrope (Phi-3) is that of its short factors: one text above it would change the
+    log-probs of all others in the same forward pass, and those of its own first tokens.
+    """
     text = config.get_text_config()
-    return {**text.to_dict(), **{key: getattr(text, key) for key in (*SIZES, TIED) if hasattr(text, key)}}
+    values = {**text.to_dict(), **{key: getattr(text, key) for key in (*SIZES, TIED) if hasattr(text, key)}}
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if rotary.get("rope_type") == "longrope":
+        values["max_position_embeddings"] = rotary["original_max_position_embeddings"]
+    return values
 
 
 def context_problems(

@@ -49,6 +49,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 ENGINES = ("plain", "slots", "graph")  # vLLM has log-probs of its own, for which the loss is corrected
+PAD = 9
 HEADS = {"num_key_value_heads": 2}
 HYBRID = {**GROUPED, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
           "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
@@ -133,6 +134,7 @@ def sampled(trainer: OnPolicyLoop, engine_name: str) -> tuple[Completions, list[
     """Return completions of the trained policy, and the log-prob of each of their tokens in the engine's own logits.
 
     Fewer slots than prompts, two equal prompts, and completions of different lengths. A random number names its token.
+    The padding is an ordinary token: the pad token's embedding is 0, and would not change a recurrent state.
     """
     prompts = [trainer.train_prompts[n] for n in (0, 1, 2, 2, 3, 4, 5)]
     noise = uniform_noise(1, 2, "a test", range(7), 12)
@@ -149,7 +151,15 @@ def sampled(trainer: OnPolicyLoop, engine_name: str) -> tuple[Completions, list[
 
     def run(eos: int) -> Completions:
         return sample_completions(
-            policy, prompts, noise, trainer.config.sampling, eos=eos, pad=0, device=device, engine=engine_name, slots=4
+            policy,
+            prompts,
+            noise,
+            trainer.config.sampling,
+            eos=eos,
+            pad=PAD,
+            device=device,
+            engine=engine_name,
+            slots=4,
         )
 
     eos = run(-1).rows()[0][3]

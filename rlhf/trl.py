@@ -64,6 +64,7 @@ OF_GROUPS = {
     "per_device_train_batch_size": "micro_batch_size",
     "epsilon": "clip_range",
     "mask_truncated_completions": "mask_truncated_completions",
+    "chat_template_kwargs": "chat_template_kwargs",
 }
 OF_GRPO = {"delta": "delta", "entropy_coef": "entropy_coef"}
 OF_PPO = {
@@ -400,12 +401,13 @@ def settings_of_lora(peft_config: Any, model: PreTrainedModel | str) -> tuple[di
 class TextReward:
     """A reward model as in TRL's GRPO and RLOO: it scores prompt and completion as one text, or as a chat."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]):
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.config.pad_token_id = tokenizer.pad_token_id
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self.variables = variables
         self.__name__ = Path(model.config.name_or_path).name or type(model).__name__
 
     @torch.no_grad()
@@ -414,7 +416,7 @@ class TextReward:
         texts = [
             prompt + completion
             if isinstance(prompt, str)
-            else self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            else self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.variables)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         rows = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
@@ -441,8 +443,9 @@ class IdsReward:
         return scores.tolist()
 
 
-def reward_models(functions: Any, tokenizers: Any) -> list[Any]:
-    """Return reward functions with a TextReward for each model, which may be given by name."""
+def reward_models(functions: Any, tokenizers: Any, variables: dict[str, Any] | None = None) -> list[Any]:
+    """Return reward functions with a TextReward for each model, which may be given by name. `variables` are
+    chat_template_kwargs."""
     functions = as_list(functions)
     tokenizers = tokenizers if isinstance(tokenizers, Sequence) else [tokenizers] * len(functions)
     if len(tokenizers) != len(functions):
@@ -463,7 +466,7 @@ def reward_models(functions: Any, tokenizers: Any) -> list[Any]:
             continue
         if tokenizer is None:
             tokenizer = load_tokenizer(model.config.name_or_path)
-        found.append(TextReward(model, tokenizer))
+        found.append(TextReward(model, tokenizer, variables or {}))
     return found
 
 
@@ -650,7 +653,9 @@ class _GroupTrainer(_Trainer):
         evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset")
         found = type(self).settings_of(args, len(rows))
         found.evaluates &= bool(evaluation)
-        rewards = None if reward_funcs is None else reward_models(reward_funcs, reward_processing_classes)
+        rewards = None
+        if reward_funcs is not None:
+            rewards = reward_models(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
         given = {"prompts": rows, "rewards": rewards, "model": model, "tokenizer": processing_class,
                  "reward_weights": args.reward_weights, "environment": environment_factory}  # fmt: skip
         longest = {} if environment_factory is None else {"max_episode_tokens": args.max_completion_length}

@@ -314,10 +314,13 @@ def test_batches_and_lengths(start_model, tmp_path):
         ("grpo", {"save_strategy": "steps", "save_steps": 0.5}, {"save_every": 6, "keep": 2}),
         ("grpo", {"save_strategy": "epoch", "save_total_limit": 1}, {"save_every": 4, "keep": 1}),
         ("grpo", {"optim": "adamw_torch"}, {"optim": "adamw"}),
+        ("grpo", {"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": '{"a": 1}'}),
     ],
 )  # fmt: skip
 def test_values_become_settings(start_model, tmp_path, algorithm, changed, expected):
-    config = config_of(algorithm, start_model, tmp_path, **changed)
+    chats = [{"prompt": [{"role": "user", "content": "a"}]}] * 4 if "chat_template_kwargs" in changed else ROWS
+    trainer = group_trainer(algorithm, start_model, tmp_path / "run", chats * 4, max_steps=-1, **changed)
+    config = trainer.config
     found = flat_settings(to_dict(config))
     assert {name: found[name] for name in expected} == expected
 

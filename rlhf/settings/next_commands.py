@@ -85,6 +85,7 @@ def reward_model_line(config: Config) -> str:
     if data.prompts not in (policy["prompts"][0], usual.data.pairs) and may_have_pairs(data.prompts, data.columns):
         wanted |= {"pairs": data.prompts, **_of_the_data(data)}
     wanted |= {"split": data.split, "plain_prompts": data.plain_prompts}
+    wanted["chat_template_kwargs"] = data.chat_template_kwargs
     return changed_command("reward-model", wanted, usual)
 
 
@@ -107,6 +108,7 @@ def training_command(made: RewardModelConfig, usual: Config) -> str:
     if data.split is None or (data.split.rl > 0 and data.split.evaluation > 0):  # otherwise training refuses it
         wanted["split"] = data.split
     wanted["plain_prompts"] = data.plain_prompts
+    wanted["chat_template_kwargs"] = data.chat_template_kwargs
     return changed_command(usual.algorithm, wanted, usual)
 
 

@@ -18,7 +18,7 @@ import torch
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
-from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
+from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_export_cli, parse_plot_cli
 from tests.documents import PAGES, ROOT, all_commands, blocks, prose, python_block
 from tests.scripts.test_scripts import copy_project, run
 from tests.shapes import make_base_model, make_start_model
@@ -71,6 +71,7 @@ PARSERS = {
     "evaluate_generations.py": parse_evaluation_cli,
     "compare_runs.py": parse_comparison_cli,
     "plot_training_progress.py": parse_plot_cli,
+    "export_model.py": parse_export_cli,
 }
 
 

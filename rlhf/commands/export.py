@@ -1,0 +1,37 @@
+"""The command `export_model.py`: writes a finished run in the format of another program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf.checkpoints.run_record import RunRecord, last_run
+from rlhf.settings.evaluation import parse_export_cli
+from rlhf.utils.command_lines import short_name
+from rlhf.utils.console import Screen, quiet_imports
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import check_folder
+from rlhf.utils.libraries import check_libraries
+
+INTERRUPTED = "stopped"  # printed after Ctrl-C
+
+
+def export_command(argv: list[str] | None = None) -> None:
+    """Export the run of a command line."""
+    config = parse_export_cli(argv)  # torch is imported later, so that --help and errors are printed at once
+    run = config.export.run or (str(last_run(short_name("export"))),)
+    config = replace(config, export=replace(config.export, run=run))
+    RunRecord.require(Path(run[0]), "run")
+    folder = check_folder(str(config.folder))
+    if folder.exists():
+        raise UserError("already exists", f"--output {folder}", "Give a new folder, or remove that one")
+    screen = Screen()
+    quiet_imports()
+    check_libraries()
+    if config.export.to == "verl":
+        from rlhf.export.verl import export_verl
+
+        return export_verl(config, screen)
+    from rlhf.export.gguf import export_gguf
+
+    return export_gguf(config, screen)

@@ -49,19 +49,18 @@ def quoted(words: str, text: str) -> str:
 def ollama_template(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the chat template of a tokenizer in Ollama's language, or nothing if it is not ChatML."""
 
-    def turns(*roles: str) -> str:
-        return "".join(TURN.format(role, role) for role in roles) + "<|im_start|>assistant\n"
-
     def rendered(*roles: str) -> str:
         messages = [{"role": role, "content": role} for role in roles]
         return render_chat(tokenizer, messages, add_generation_prompt=True)
 
+    default, turn, end = rendered("user").rpartition(TURN.format("user", "user"))
     chat = ("system", "user", "assistant", "user")
-    default = rendered("user").removesuffix(turns("user"))
     try:
-        is_chatml = default != rendered("user") and rendered(*chat) == turns(*chat)
+        is_chatml = turn and rendered(*chat) == "".join(TURN.format(role, role) for role in chat) + end
     except jinja2.TemplateError:  # some templates reject a system message
         is_chatml = False
+    if not is_chatml:
+        return []
     start = f"{{{{ if not .System }}}}{default}{{{{ end }}}}" if default else ""
-    turn = TURN.format("{{ .Role }}", "{{ .Content }}")
-    return [f"{start}{{{{ range .Messages }}}}{turn}{{{{ end }}}}<|im_start|>assistant\n"] if is_chatml else []
+    turns = TURN.format("{{ .Role }}", "{{ .Content }}")
+    return [f"{start}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{end}"]

@@ -55,7 +55,7 @@ def export_gguf(config: ExportConfig, screen: Screen) -> None:
     folder = config.folder
     if version_of("gguf") is None:
         raise UserError("gguf is not installed", "--to gguf", f"Install it with: {pip_install('gguf')}")
-    source = find_model_ref(asked.run[0], asked.which, None, "run")
+    source = find_model_ref(asked.run[0], asked.which, asked.baseline, "run")
     settings = config_of_run(source.run)
     tokenizer = load_tokenizer(source.source, settings.data.plain_prompts, source.run.date)
     shots = source.run.data.get("few_shot", ())

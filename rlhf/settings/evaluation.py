@@ -312,6 +312,13 @@ class FormatSettings:
         needs="to=gguf",
     )
     which: str = same_as(MeasureSettings, "which", aliases=("from",), needs="to=gguf")
+    baseline: PathName | None = same_as(
+        MeasureSettings,
+        "baseline",
+        help="base model of the run's adapter, if the recorded one no longer exists",
+        brief=False,
+        needs="to=gguf",
+    )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ FAMILIES = {
 SMOLLM = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
 BYTES_ALONE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 QWEN = [pre_tokenizers.Split(Regex(WORDS), "isolated"), BYTES_ALONE]
-THREE_DIGITS = Regex(WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|"))
+LLAMA3_STEPS = [pre_tokenizers.Split(Regex(WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), "isolated"), BYTES_ALONE]
 SHOTS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 TEXTS = ["What is 12345 + 678?", "It's  a\n\n\ttest: naïve, 日本!", "<|im_start|>user\nx<|im_end|>\n"]
 
@@ -156,7 +156,7 @@ def test_rope_scaling_of_llama_3(finished):
     """Divisors worked out by hand: wavelengths up to 64 / 4 are unchanged, from 64 / 1 on divided by 8."""
     run = finished("ppo")
     put_model(run, LlamaConfig(**SHAPE, rope_parameters=LLAMA3))
-    put_tokenizer(run, [pre_tokenizers.Split(THREE_DIGITS, "isolated"), BYTES_ALONE])
+    put_tokenizer(run, LLAMA3_STEPS)
     file = export(run)
     factors = tensors(file)["rope_freqs.weight"].data
     assert factors.shape == (8,) and np.allclose(factors[[0, 1, 7]], [1, 2.442, 8], atol=1e-3)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import export_model
 import train_grpo
@@ -15,6 +19,7 @@ from rlhf.analysis.models import find_model_ref
 from rlhf.data.chat_template import encode_prompt, render_chat
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.export.gguf import whole_model
+from tests.export.test_gguf import FAMILIES, LLAMA3, LLAMA3_STEPS, SHAPE, put_model, put_tokenizer
 from tests.real.conftest import QUESTIONS
 
 pytestmark = pytest.mark.proof
@@ -26,7 +31,7 @@ GENERATE = """
 import json, sys
 from llama_cpp import Llama
 asked = json.load(sys.stdin)
-model = Llama(asked["file"], n_ctx=512, n_threads=1, verbose=False)
+model = Llama(asked["file"], n_ctx=512, n_threads=1, verbose=False, logits_all=True)
 generated = []
 for text in asked["prompts"]:
     ids = model.tokenize(text.encode(), add_bos=True, special=True)
@@ -37,7 +42,10 @@ for text in asked["prompts"]:
             break
     generated.append([ids, found])
 texts = [model.tokenize(text.encode(), add_bos=True, special=False) for text in asked["texts"]]
-json.dump({"generated": generated, "texts": texts, "metadata": model.metadata}, sys.stdout)
+model.reset()
+model.eval(asked["ids"])
+logits = model.scores[:len(asked["ids"])].tolist()
+json.dump({"generated": generated, "texts": texts, "metadata": model.metadata, "logits": logits}, sys.stdout)
 """
 
 
@@ -64,6 +72,14 @@ def test_log_probabilities_change_little(run, capsys, kind):
     assert 0 < mean < LIMITS[kind]
 
 
+def in_llama_cpp(python: str, file: Path, prompts: Sequence[str] = (), ids: Sequence[int] = (1,)) -> dict:
+    """Return what llama.cpp generates after prompts, its token ids of TEXTS, and its logits of `ids`."""
+    asked = {"file": str(file), "prompts": prompts, "texts": TEXTS, "length": LENGTH, "ids": ids}
+    done = subprocess.run([python, "-c", GENERATE], input=json.dumps(asked), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
 def test_llama_cpp_generates_the_same_tokens(run, llama_python):
     """Of greedy sampling, up to the first near tie."""
     export_model.main([str(run), "--to", "gguf"])
@@ -72,10 +88,7 @@ def test_llama_cpp_generates_the_same_tokens(run, llama_python):
     model = whole_model(source, tokenizer)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = [render_chat(tokenizer, chat, add_generation_prompt=True) for chat in chats]
-    asked = {"file": str(run / "gguf" / "run.gguf"), "prompts": prompts, "texts": TEXTS, "length": LENGTH}
-    done = subprocess.run([llama_python, "-c", GENERATE], input=json.dumps(asked), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = in_llama_cpp(llama_python, run / "gguf" / "run.gguf", prompts)
     assert found["texts"] == [tokenizer(text).input_ids for text in TEXTS]
     assert found["metadata"]["tokenizer.chat_template"] == tokenizer.chat_template
     equal = []
@@ -90,3 +103,21 @@ def test_llama_cpp_generates_the_same_tokens(run, llama_python):
         equal.append(len(expected) if same is None else same)
     print("equal tokens:", equal)
     assert sum(equal) > LENGTH * len(QUESTIONS) / 3
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llama-3"])
+def test_llama_cpp_computes_the_same_logits(runs, llama_python, tmp_path, family):
+    """Of tiny models with random weights. The longest wavelengths of Llama 3's rope scaling need many tokens."""
+    folder = Path(shutil.copytree(runs["ppo", 1], tmp_path / "run"))
+    model = put_model(folder, FAMILIES.get(family) or LlamaConfig(**SHAPE, rope_parameters=LLAMA3))
+    if family == "llama-3":
+        put_tokenizer(folder, LLAMA3_STEPS)
+    export_model.main([str(folder), "--to", "gguf"])
+    ids = [(7 * i) % 400 for i in range(200)]
+    found = in_llama_cpp(llama_python, folder / "gguf" / "run.gguf", ids=ids)
+    assert found["texts"] == [load_tokenizer(str(folder))(text).input_ids for text in TEXTS]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    difference = (torch.tensor(found["logits"]) - expected).abs().max()
+    print(family, float(difference), float(expected.std()))
+    assert difference < 0.01 < expected.std() / 4

@@ -79,7 +79,7 @@ def export_gguf(config: ExportConfig, screen: Screen) -> None:
         if rows and not changes.mean() < MOST_CHANGED:
             what = f"the file changes log-probabilities by {changes.mean():.3g} nats per token, and is not kept"
             raise RunError(what, f"--type {asked.type}", f"Use --type f16, or {CONVERTER}")
-        text = modelfile(file.name, tokenizer, settings, shots, model.config)
+        text = modelfile(file.name, tokenizer, settings, shots)
         write_text(staging / "Modelfile", text)
         rename_synced(staging, folder)
     if "TEMPLATE" not in text:

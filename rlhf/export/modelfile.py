@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import jinja2
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import Messages, render_chat, with_shots
-from rlhf.data.tokenizer import context_of, eos_ids
+from rlhf.data.tokenizer import eos_ids
 from rlhf.settings.training import Config
 
 TURN = "<|im_start|>{}\n{}<|im_end|>\n"  # of ChatML
-LEAST_CONTEXT = 4096  # tokens, for a conversation of several turns
+LEAST_CONTEXT = 4096  # tokens, for a conversation of several turns; Ollama uses the model's if that is smaller
 
 
-def modelfile(
-    file: str, tokenizer: PreTrainedTokenizerBase, settings: Config, shots: Messages, config: PreTrainedConfig
-) -> str:
+def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, settings: Config, shots: Messages) -> str:
     """Return the text of a Modelfile for a GGUF file beside it."""
     sampling = settings.sampling
-    needed = settings.data.prompt_length + sampling.max_new_tokens
     parameters = {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
@@ -26,7 +23,7 @@ def modelfile(
         "min_p": 0,  # Ollama's default settings would change the distribution
         "repeat_penalty": 1,
         "num_predict": sampling.max_new_tokens,
-        "num_ctx": min(context_of(config) or needed, max(needed, LEAST_CONTEXT)),
+        "num_ctx": max(settings.data.prompt_length + sampling.max_new_tokens, LEAST_CONTEXT),
     }
     stops = [*tokenizer.convert_ids_to_tokens(eos_ids(tokenizer)), *sampling.stops]
     lines = [f"FROM ./{file}"]

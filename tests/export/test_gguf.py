@@ -21,7 +21,7 @@ import export_model
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.tokenizer import load_config, load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.export import gguf as export_gguf
 from rlhf.export.gguf import WORDS
 from rlhf.export.modelfile import modelfile
@@ -196,7 +196,7 @@ PARAMETER top_p 1.0
 PARAMETER min_p 0
 PARAMETER repeat_penalty 1
 PARAMETER num_predict 8
-PARAMETER num_ctx 512
+PARAMETER num_ctx 4096
 PARAMETER stop """<|im_end|>"""
 PARAMETER stop """
 Question:"""
@@ -231,7 +231,7 @@ def test_templates_of_a_base_model_of_thinking_and_of_others(runs):
         ("{% for m in messages %}<s>{{ m['content'] }}{% endfor %}", ""),
     ):
         tokenizer.chat_template = template
-        found = modelfile("x.gguf", tokenizer, settings, SHOTS, load_config(str(run)))
+        found = modelfile("x.gguf", tokenizer, settings, SHOTS)
         assert text in found and ("TEMPLATE" in found) == (text != "")
 
 

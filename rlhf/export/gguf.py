@@ -235,6 +235,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, folder
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     saved = SpecialVocab(folder, load_merges=True)
+    saved.chat_template = tokenizer.chat_template  # old releases do not read its file
     # BOS if the tokenizer adds it, and the run's prompts have it: a chat template may not write it
     saved.add_special_token["bos"] = encode_prompt(tokenizer, SOME_CHAT)[:1] == tokenizer("").input_ids[:1]
     saved.add_to_gguf(writer)

@@ -125,7 +125,7 @@ def steps_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     first = backend["pre_tokenizer"] or {}
     steps = first.get("pretokenizers", [first]) if backend["model"]["type"] == "BPE" else []
-    return tuple(step.get("pattern", step).get("Regex") or step["type"] for step in steps)
+    return tuple(step.get("pattern", step).get("Regex") or step.get("type") for step in steps)
 
 
 def whole_model(source: ModelRef, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

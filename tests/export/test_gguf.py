@@ -59,9 +59,9 @@ def finished(runs, tmp_path):
     return lambda algorithm: Path(shutil.copytree(runs[algorithm, 1], tmp_path / f"My {algorithm} run"))
 
 
-def put_tokenizer(folder: Path, steps: list) -> None:
+def put_tokenizer(folder: Path, steps: list | None) -> None:
     tokenizer = smollm2_tokenizer()
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.backend_tokenizer.pre_tokenizer = steps and pre_tokenizers.Sequence(steps)
     tokenizer.save_pretrained(folder)
 
 
@@ -283,8 +283,9 @@ def test_what_a_file_cannot_contain(finished, refused):
         put_model(run, config)
         refused(run, "--to gguf", part, "convert_hf_to_gguf.py", "--merge-lora")
     put_model(run, FAMILIES["llama"])
-    put_tokenizer(run, [pre_tokenizers.Whitespace()])
-    refused(run, "--to gguf", "tokenizer")
+    for steps in ([pre_tokenizers.Whitespace()], None):
+        put_tokenizer(run, steps)
+        refused(run, "--to gguf", "tokenizer")
 
 
 def test_without_the_library(finished, refused, monkeypatch):

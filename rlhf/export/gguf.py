@@ -83,9 +83,7 @@ def export_gguf(config: ExportConfig, screen: Screen) -> None:
         write_text(staging / "Modelfile", text)
         rename_synced(staging, folder)
     if "TEMPLATE" not in text:
-        screen.say(
-            "note: the chat template is not ChatML, and the Modelfile has none: Ollama translates that of the file"
-        )
+        screen.say("note: no TEMPLATE in the Modelfile, because the chat template is not ChatML: Ollama translates it")
     if rows:
         screen.say(f"compared the file with the model: {len(changes):,} tokens of {len(rows)} completions of the run")
         screen.say(f"difference of log-probabilities: mean {changes.mean():.2g}, largest {changes.max():.2g} nats")

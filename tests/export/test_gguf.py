@@ -192,7 +192,7 @@ MESSAGE user """1 + 1?"""
 MESSAGE assistant """2"""
 PARAMETER temperature 0.9
 PARAMETER top_k 0
-PARAMETER top_p 1.0
+PARAMETER top_p 1
 PARAMETER min_p 0
 PARAMETER repeat_penalty 1
 PARAMETER num_predict 8

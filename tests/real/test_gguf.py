@@ -100,9 +100,9 @@ def test_llama_cpp_generates_the_same_tokens(run, llama_python):
             assert tokens == expected
         else:
             assert gaps[same] < NEAR, f"token {same} of {chat}"
-        equal.append(len(expected) if same is None else same)
-    print("equal tokens:", equal)
-    assert sum(equal) > LENGTH * len(QUESTIONS) / 3
+        equal.append(same is None)
+    print("equal completions:", equal)
+    assert sum(equal) > len(QUESTIONS) / 2
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "llama-3"])

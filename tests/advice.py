@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import command_line
-from rlhf.settings.evaluation import COMPARISON, EVALUATION, PLOT
+from rlhf.settings.evaluation import COMPARISON, EVALUATION, EXPORT, PLOT
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.reward_model import LINE
 
@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[tuple[str, str], list[CommandLine]]] = {
     "evaluate": (("rlhf.commands.evaluate", "evaluate_command"), [EVALUATION]),
     "compare": (("rlhf.commands.compare", "compare_command"), [COMPARISON]),
     "plot": (("rlhf.commands.plot", "plot_command"), [PLOT]),
+    "export": (("rlhf.commands.export", "export_command"), [EXPORT]),
 }
 Key = tuple[str, str]  # module, and the name of a function, a class, `Class.method` or a variable in it
 

@@ -13,7 +13,7 @@ import yaml
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
-from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
+from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, ExportConfig, PlotConfig
 from rlhf.settings.fields import flag_of, settings_of
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
@@ -124,7 +124,7 @@ def test_every_test_that_a_page_names_exists():
 def test_every_flag_that_a_page_names_exists():
     """The first columns of docs/coming_from_trl.md, and the set `outside`, hold flags of other programs. CHANGELOG.md
     names flags of older versions."""
-    known_commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
+    known_commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig, ExportConfig)
     settings = [s for command in known_commands for s in settings_of(command).values()]
     names = {name for s in settings for name in s.names}
     known = {flag for name in names for flag in (flag_of(name), f"--{name}", flag_of(f"no_{name}"))}

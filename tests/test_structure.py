@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     *("utils", "distributed", "settings", "algorithms.table", "checkpoints"),
     *("data", "models", "rollout", "rewards", "environments", "algorithms", "config"),
-    *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "trl", "commands", "__main__"),
+    *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "export"),
+    *("api", "trl", "commands", "__main__"),
 ]
 SCRIPTS = (
     "train",
@@ -28,6 +29,7 @@ SCRIPTS = (
     "evaluate_generations",
     "plot_training_progress",
     "compare_runs",
+    "export_model",
 )
 PACKAGE = ROOT / "rlhf"
 FILES = [*ROOT.glob("*.py"), *PACKAGE.glob("**/*.py"), *ROOT.glob("reward_model/*.py")]
@@ -296,6 +298,7 @@ MISSING = {
     "evaluate_generations.py": [["--model-path", "./none"], ["--tokens", "./none"]],
     "compare_runs.py": [["none", "neither"]],
     "plot_training_progress.py": [["none"]],
+    "export_model.py": [["none", "--to", "gguf"], []],
     "-m reward_model.train": [["--pairs", "none.tsv"], ["--base-model", "./none"]],
 }
 DEMO = ["--recipe", "demo", "--output"]

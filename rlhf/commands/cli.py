@@ -43,6 +43,7 @@ COMMANDS = {
     "evaluate": Subcommand("rank completions next to the start model's, or chat", partial(_run, "evaluate")),
     "compare": Subcommand("compare runs over seeds, with a verdict", partial(_run, "compare")),
     "plot": Subcommand("draw training curves", partial(_run, "plot")),
+    "export": Subcommand("write a run for llama.cpp and Ollama, or for verl", partial(_run, "export")),
 }
 
 

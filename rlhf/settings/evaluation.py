@@ -1,10 +1,11 @@
-"""The settings of the commands that evaluate, compare and plot. Imports no torch."""
+"""The settings of the commands that evaluate, compare, plot and export. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhf.settings.fields import same_as, setting
@@ -285,6 +286,57 @@ class PlotConfig(Command):
         ]
 
 
+@dataclass(frozen=True)
+class FormatSettings:
+    """Export"""
+
+    run: tuple[PathName, ...] = setting((), "folder of a run", brief=True, positional=True)
+    to: str = setting(
+        "gguf",
+        "format: gguf (a model file for llama.cpp and Ollama), or verl (the run's prompts, rewards and settings)",
+        choices=("gguf", "verl"),
+        brief=True,
+    )
+    output: PathName | None = setting(
+        None,
+        "new folder for the files",
+        unset="RUN/gguf, or RUN/verl",
+        brief="new folder; unset: RUN/gguf, or RUN/verl",
+        aliases=("output_dir",),
+    )
+    type: str = setting(
+        "f16",
+        "number format of the weights: f16 (16 bits), or q8_0 (8 bits)",
+        choices=("f16", "q8_0"),
+        brief=True,
+        needs="to=gguf",
+    )
+    which: str = same_as(MeasureSettings, "which", aliases=("from",), needs="to=gguf")
+    baseline: PathName | None = same_as(
+        MeasureSettings,
+        "baseline",
+        help="base model of the run's adapter, if the recorded one no longer exists",
+        brief=False,
+        needs="to=gguf",
+    )
+
+
+@dataclass(frozen=True)
+class ExportConfig(Command):
+    """All settings of `export_model.py`."""
+
+    export: FormatSettings = field(default_factory=FormatSettings)
+
+    def validate(self) -> list[Problem]:
+        runs = len(self.export.run)
+        return [] if runs == 1 else [Problem(f"one run is needed, not {runs}", "command line", "Give its folder")]
+
+    @property
+    def folder(self) -> Path:
+        """The folder for the files."""
+        return Path(self.export.output or Path(self.export.run[0], self.export.to))
+
+
 EVALUATION = CommandLine(
     EvaluationConfig,
     "evaluate",
@@ -316,6 +368,16 @@ PLOT = CommandLine(
         ("RUN --smooth 1 --output ./curves", "without smoothing, into curves.png and curves.csv"),
     ),
 )
+EXPORT = CommandLine(
+    ExportConfig,
+    "export",
+    "Writes a finished run in the format of another program.",
+    (
+        ("RUN --to gguf", "for llama.cpp and Ollama, into RUN/gguf"),
+        ("RUN --to gguf --type q8_0 --output ./my_model", "weights of 8 bits"),
+        ("RUN --to verl", "for a training on a cluster"),
+    ),
+)
 
 
 def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
@@ -327,3 +389,4 @@ def _parse(line: CommandLine, argv: Sequence[str] | None = None) -> Any:
 parse_evaluation_cli = partial(_parse, EVALUATION)  # argv -> EvaluationConfig
 parse_comparison_cli = partial(_parse, COMPARISON)  # argv -> ComparisonConfig
 parse_plot_cli = partial(_parse, PLOT)  # argv -> PlotConfig
+parse_export_cli = partial(_parse, EXPORT)  # argv -> ExportConfig

@@ -18,6 +18,7 @@ SCRIPTS = {
     "evaluate": ("python", "evaluate_generations.py"),
     "compare": ("python", "compare_runs.py"),
     "plot": ("python", "plot_training_progress.py"),
+    "export": ("python", "export_model.py"),
 }
 OF_USERS: dict[str, str] = {}  # an algorithm in a user's file -> FILE.py:CLASS
 

@@ -27,6 +27,7 @@ OTHER_SCRIPTS = {
     "evaluate": "evaluate_generations.py",
     "compare": "compare_runs.py",
     "plot": "plot_training_progress.py",
+    "export": "export_model.py",
 }
 
 

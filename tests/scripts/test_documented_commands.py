@@ -18,7 +18,7 @@ import torch
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
-from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
+from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_export_cli, parse_plot_cli
 from tests.documents import PAGES, ROOT, all_commands, blocks, prose, python_block
 from tests.scripts.test_scripts import copy_project, run
 from tests.shapes import make_base_model, make_start_model
@@ -34,6 +34,7 @@ RUN_ELSEWHERE = {
     r"^pip (wheel|install (-e|dist/))": ("tests/test_packaging.py", '"wheel"'),
     r"^pip install \"lm-eval": ("tests/run/test_handing_on.py", "lm_eval"),
     r"^(ruff|mypy|bash \.ci/run|python -m pytest)\b": (".ci/run", "python -m pytest"),
+    r"^python export_model\.py .* gguf": ("tests/export/test_gguf.py", '"--to", "gguf"'),
     r"^python examples/tiny_ppo\.py": ("tests/examples/test_tiny_ppo.py", "tiny_ppo.main(["),
     r"^python benchmarks/on_gpu\.py": ("tests/benchmarks/test_on_gpu.py", "on_gpu"),
     r"^python benchmarks/reference_pipeline": ("tests/benchmarks/test_reference_pipeline.py", "reference_pipeline"),
@@ -71,6 +72,7 @@ PARSERS = {
     "evaluate_generations.py": parse_evaluation_cli,
     "compare_runs.py": parse_comparison_cli,
     "plot_training_progress.py": parse_plot_cli,
+    "export_model.py": parse_export_cli,
 }
 
 

@@ -9,9 +9,11 @@ from rlhf.config import config_of_run, make_config, parse_cli
 from rlhf.settings.evaluation import (
     ComparisonConfig,
     EvaluationConfig,
+    ExportConfig,
     PlotConfig,
     parse_comparison_cli,
     parse_evaluation_cli,
+    parse_export_cli,
     parse_plot_cli,
 )
 from rlhf.settings.fields import Setting, alternatives, in_words, is_met, settings_of
@@ -61,6 +63,7 @@ ACT_ALWAYS = {
         *settings_of(EvaluationConfig).keys() & settings_of(ComparisonConfig).keys(),
     },
     PlotConfig: {"runs", "arm", "x", "smooth", "output"},
+    ExportConfig: {"run", "to", "output"},
 }
 ACT_ALWAYS[ComparisonConfig] -= {"dataset_config", "dataset_split", "columns", "skip_bad_rows"}  # need --prompts
 PARSERS = {
@@ -68,6 +71,7 @@ PARSERS = {
     EvaluationConfig: parse_evaluation_cli,
     ComparisonConfig: lambda words: parse_comparison_cli(["RUN", *words]),
     PlotConfig: parse_plot_cli,
+    ExportConfig: lambda words: parse_export_cli(["RUN", *words]),
 }
 VALUES = {  # of settings whose type does not give one
     "chat_template_kwargs": '{"enable_thinking":false}',

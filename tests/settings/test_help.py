@@ -23,6 +23,7 @@ PARSERS = {
     "evaluate": (evaluation.EVALUATION, evaluation.parse_evaluation_cli),
     "compare": (evaluation.COMPARISON, evaluation.parse_comparison_cli),
     "plot": (evaluation.PLOT, evaluation.parse_plot_cli),
+    "export": (evaluation.EXPORT, evaluation.parse_export_cli),
 }
 
 

@@ -25,7 +25,7 @@ from rlhf.rewards.find import find_rewards
 from rlhf.rewards.training import train_reward_model
 from rlhf.rollout import continuous_batching, engine
 from rlhf.run.seeds import for_each_seed
-from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
+from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, ExportConfig, PlotConfig
 from rlhf.settings.fields import settings_of
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
@@ -753,3 +753,4 @@ def test_every_setting_of_the_evaluation_commands_is_tested():
         "smooth",
         "output",
     }  # tests/reports/test_curve_plots.py
+    assert set(settings_of(ExportConfig)) == {"run", "to", "output", "type", "which", "baseline"}  # tests/export

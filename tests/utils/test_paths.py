@@ -13,6 +13,7 @@ from rlhf.config import make_config, parse_cli
 from rlhf.settings.evaluation import (
     ComparisonConfig,
     EvaluationConfig,
+    ExportConfig,
     PlotConfig,
     parse_comparison_cli,
     parse_plot_cli,
@@ -25,7 +26,7 @@ from rlhf.utils.files import check_folder
 from rlhf.utils.paths import local_path, text_on_page
 from tests.test_structure import PACKAGE, module_of
 
-COMMANDS = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
+COMMANDS = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig, ExportConfig)
 # settings with text that is no path
 TEXTS = {
     *("dataset_config", "dataset_split", "lora_targets", "keywords", "best_rule"),

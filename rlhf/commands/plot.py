@@ -45,7 +45,7 @@ def plot_command(argv: list[str] | None = None) -> None:
         rename_synced(new_table, table)
     show_runs(chart, screen)
     ends = {str(run.folder): {"updates": run.last_update, **last_values(run, chart)} for run in runs}
-    result(runs=ends, picture=str(picture), table=str(table))
+    result(runs=ends, picture=picture, table=table)
     screen.say(f"wrote {picture} ({len(figure.axes)} panels over {chart.x_label}) and {table} ({rows:,} rows)")
 
 
@@ -88,7 +88,7 @@ def last_values(run, chart) -> dict[str, float | None]:
     for panel in (*chart.panels, *chart.small_panels):
         curve = run.scalars.get(panel.tag)
         smooth = chart.smooth if panel.smoothed else 1
-        values[panel.tag] = curve and float(running_mean(curve.updates, curve.values, smooth)[-1])
+        values[panel.tag] = curve and running_mean(curve.updates, curve.values, smooth)[-1]
     return values
 
 

@@ -46,7 +46,8 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
         return
     record = read_record(folder)
     weak = weakness(record)
-    result(reward_model=str(folder), weakness=weak, **{**record, "train_questions": len(record["train_questions"])})
+    record.pop("train_questions")  # thousands of hashes
+    result(reward_model=folder, weakness=weak, **record)
     screen.say(
         f"next: {training_command(config, usual)}"
         if weak is None

@@ -179,7 +179,7 @@ def config_values(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _hub_values(name: str) -> dict[str, Any]:
+def _hub_values(name: str) -> dict:
     """Return the values of a hub model's config: a plan needs them ten times, and each load makes five requests."""
     return values_of(load_config(name))
 

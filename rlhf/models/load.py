@@ -20,15 +20,16 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedCon
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_bitsandbytes_available
 
-from rlhf.checkpoints.model_folder import ALL_LINEAR, missing_targets
+from rlhf.checkpoints.model_folder import ALL_LINEAR, missing_targets, model_files
 from rlhf.checkpoints.trust import read_adapter_config, readable
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.data.tokenizer import check_vocabulary, load_config
 from rlhf.models.device import autocast
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.self_test import check_forward_matches
-from rlhf.utils.errors import UserError, first_line, raise_if, torch_error
+from rlhf.utils.errors import UserError, first_line, print_line, raise_if, torch_error
 from rlhf.utils.libraries import pip_install
+from rlhf.utils.paths import is_on_hub
 
 
 def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
@@ -164,7 +165,10 @@ def read_model(kind: type, name: str | Path, **more: Any) -> tuple[PreTrainedMod
     `kind` is a model class or an auto class of transformers, `more` are further arguments of its `from_pretrained`.
     Raises UserError if the files cannot be read.
     """
-    with readable(str(name)):
+    name = str(name)
+    if is_on_hub(name) and model_files(name) is None:
+        print_line(f"downloading the weights of {name}")
+    with readable(name):
         return kind.from_pretrained(
             name,
             dtype=torch.float32,

@@ -50,7 +50,7 @@ class Page(NamedTuple):
             write_text(staging / f"{self.name}.html", html)
 
         update_dir_atomically(folder, write, check)
-        result(**self.report, page=str(folder / f"{self.name}.html"))
+        result(**self.report, page=folder / f"{self.name}.html")
 
     def show(self, screen: Screen, folder: Path, full: bool = False) -> None:
         """Print what is new on the page, without pictures and completions, and where it is; with `full`, also what is

@@ -215,8 +215,8 @@ def show_doubts(record: dict, place: str, screen: Screen) -> None:
     the pairs do not show that it knows more than the length of a completion. `place`: the reward model."""
     if "pairs" in record and share_interval(record["accuracy"], record["pairs"])[0] <= COIN:
         screen.say(
-            f"warning: {accuracy_in(record)}, which a coin could have, too: {place}. Hold out more pairs: a larger "
-            "last number of --split, or more data"
+            f"warning: a coin could have the accuracy of {place}, too: {accuracy_in(record)}. Hold out more pairs: a "
+            "larger last number of --split, or more data"
         )
     baseline = record["length_baseline"]
     against = record.get("accuracy_against_baseline", 1.0)  # None: the length is wrong in no pair

@@ -23,7 +23,7 @@ from rlhf.trainer.progress import parts_text
 from rlhf.utils.command_lines import command, script_command
 from rlhf.utils.console import Screen
 from rlhf.utils.files import update_dir_atomically
-from rlhf.utils.results import result, results
+from rlhf.utils.results import results
 from rlhf.utils.timing import timed
 
 
@@ -137,7 +137,7 @@ def show_time(seconds: Mapping[str, float], screen: Screen) -> None:
 def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     """Print the saved files of a finished run and the next commands."""
     output = config.run.output
-    result(runs={**results.get("runs", {}), output: run.as_json()})
+    results.setdefault("runs", {})[output] = run.as_json()
     best = run.best
     merged = run.merged
     code = code_words(values_in(config))

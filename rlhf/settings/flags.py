@@ -76,7 +76,7 @@ class CommandLine:
         given: Layer = {}
         problems = []
         words = []
-        rest = list(argv)
+        rest = [word for word in argv if word != JSON]  # rlhf.utils.results reads it
         while rest:
             word = rest.pop(0)
             if word == "--":  # only words without a flag follow

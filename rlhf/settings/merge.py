@@ -22,7 +22,6 @@ from rlhf.settings.flags import HELP, HELP_ALL, PLACE, CommandLine
 from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name, read_settings
 from rlhf.settings.translate import translate
 from rlhf.utils.errors import Problem, UserError, print_line, raise_if
-from rlhf.utils.results import FLAG as JSON
 
 BY_HAND = ("--", PLACE, "make_config(")  # the beginnings of places outside of files
 Check = Callable[[Any], list[Problem]]  # takes a configuration and returns its errors
@@ -62,7 +61,6 @@ def read_command(line: CommandLine, argv: Sequence[str] | None, lower: Lower, ed
     """Return the settings of a command line (None: of this process), and its errors. If it requests help, print that
     instead, with the values that the command would use, and exit. Errors of the command line are then ignored."""
     flags, problems = line.read(sys.argv[1:] if argv is None else argv)
-    flags.pop(JSON, None)  # rlhf.utils.results reads it
     file: Layer = {}
     layers: list[Layer] = [{}]
     try:

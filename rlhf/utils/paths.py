@@ -75,7 +75,9 @@ def local_path(name: str | os.PathLike[str]) -> str:
 
 
 def path_on_page(name: str) -> str:
-    """Return a path or a name for a page that others read: of an absolute path only its last two parts."""
+    """Return a path or a name for a page that others read: of an absolute path only its last two parts, of a folder in
+    the hub's cache its name on the hub."""
+    name = re.sub(r".*[/\\](model|dataset)s--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]\w+$", r"\2/\3", name)
     return str(Path(*Path(name).parts[-2:])) if os.path.isabs(name) else name
 
 

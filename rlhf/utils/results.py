@@ -30,14 +30,13 @@ def results_on_stdout() -> Iterator[None]:
         yield
         return
     sys.stdout.flush()
-    number = sys.stdout.fileno()
-    stdout = os.dup(number)
-    os.dup2(sys.stderr.fileno(), number)
+    stdout = os.dup(1)
+    os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(stdout, number)
+        os.dup2(stdout, 1)
         os.close(stdout)
         if is_first():
             print(json.dumps(json_ready(results), default=str))

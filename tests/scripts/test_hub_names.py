@@ -88,8 +88,9 @@ def test_the_commands_run_as_printed(hub, project, home, online):
             planned = online(*words, "--dry-run", "--allow-weak-reward-model")
             assert MODEL in planned.stdout and len(hub.requests) < 35, len(hub.requests)
             assert hub.downloads() == [], "all of it is in the cache"
-        online(*words, *LENGTHS.get(words[0], []))
+        printed = online(*words, *LENGTHS.get(words[0], [])).stdout
         downloads = hub.downloads()
+        assert ("downloading" in printed) == ("model.safetensors" in downloads)
         if words == ["-m", "reward_model.train"]:
             assert {"model.safetensors", "tokenizer.json", "orca_rlhf.jsonl"} <= set(downloads)
             assert len(downloads) == len(set(downloads)), "each file once"
@@ -99,6 +100,8 @@ def test_the_commands_run_as_printed(hub, project, home, online):
         record = json.loads((project / name / "run.json").read_text("utf-8"))
         assert (record["status"], record["spent"]["updates"]) == ("finished", 2)
 
+    page = (project / "evaluation_output" / "evaluation.json").read_text("utf-8")
+    assert MODEL in page and "snapshots" not in page, "the name on the hub, not the folder of the cache"
     online("train_ppo.py", *TWO_UPDATES, "--output", "pushed", "--push-to-hub", f"{USER}/pushed")
     pushed = hub.root / "models" / USER / "pushed"
     assert (pushed / "model.safetensors").read_bytes() == (project / "pushed" / "model.safetensors").read_bytes()

@@ -127,6 +127,8 @@ def test_one_function_expands_the_home_folder(path):
         ("the data of /disk/user/runs/one and /disk/x.json: gone", "the data of runs/one and disk/x.json: gone"),
         ("KL 0.2/sequence, owner/name/x, a / b, ./here/is/it", "KL 0.2/sequence, owner/name/x, a / b, ./here/is/it"),
         ("warning (--prompts '/disk/user/a/b.jsonl')", "warning (--prompts 'a/b.jsonl')"),
+        ("base /home/a/.cache/hub/models--owner--a-model/snapshots/0a1b", "base owner/a-model"),
+        ("/home/a/.cache/hub/models--gpt2/snapshots/0a1b", "snapshots/0a1b"),
     ],
 )
 def test_a_text_on_a_page_has_no_path_of_this_machine(text, shown):

@@ -1,0 +1,50 @@
+"""The rewards of a run in a training by verl: what reward.py of an export calls. Needs no TRL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf.data.chat_template import encode_text
+from rlhf.data.prompts import Prompt
+from rlhf.data.row import Example
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.rewards.find import find_rule
+from rlhf.rewards.rewards import Rewards
+
+
+def reward_of_run(
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+    keywords: Sequence[str],
+    limit_s: float,
+    tokenizer: str,
+    plain: bool,
+    longest: int,
+) -> Callable[[str, dict[str, Any]], float]:
+    """Return a function of a completion's text and verl's `extra_info`, which gives the weighted sum of the reward
+    functions, 0 if none applies. Raises UserError if a function does not exist.
+
+    Args:
+        names: the functions, as in --reward-func.
+        weights: one per function; None: all 1.
+        keywords: for keyword_bonus.
+        limit_s: the time limit of a function, in seconds.
+        tokenizer: folder of the run's tokenizer. verl gives only a text: its ids are those of the text.
+        plain: the run does not use a chat template.
+        longest: tokens of the longest completion. A shorter text counts as one that ended with EOS.
+    """
+    encoder = load_tokenizer(tokenizer, plain)
+    rewards = Rewards([find_rule(name, keywords) for name in names], weights, encoder, limit_s)
+
+    def score(text: str, extra_info: dict[str, Any]) -> float:
+        row = json.loads(extra_info["row"])
+        example = Example(tuple(row["messages"]), columns=row["columns"], conversational=row["conversational"])
+        ids = encode_text(encoder, text)
+        ended = len(ids) < longest
+        ids += [encoder.eos_token_id] if ended else []
+        found = rewards.score([Prompt((), example)], [text], [ids], [ended])
+        return found.total[0] or 0.0
+
+    return score

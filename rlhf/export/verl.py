@@ -15,37 +15,29 @@ from rlhf.checkpoints.model_folder import find_recorded, read_object
 from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.chat_template import Messages, render_chat, template_for_others, with_shots
+from rlhf.data.chat_template import Messages, template_for_others, with_shots
 from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, PromptSets, fingerprint, given_prompts, load_prompts
-from rlhf.export.verl_options import ESTIMATORS, FILES, run_script, verl_options, without_option
+from rlhf.export.verl_options import ESTIMATORS, run_script, without_option
 from rlhf.rewards.find import code_print, find_rule
 from rlhf.settings.evaluation import ExportConfig
 from rlhf.settings.fields import flag_of, replaced
 from rlhf.settings.next_commands import names_code
 from rlhf.settings.training import Config, DataSettings
-from rlhf.settings.types import FROM_PYTHON, IN_PYTHON
+from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.load_inputs import find_start_model
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Say, UserError
 from rlhf.utils.files import json_ready, read_jsonl, update_dir_atomically, write_json, write_text
 from rlhf.utils.paths import local_path
 
-REWARD = '''"""The reward functions of {run}, as verl calls them: one completion at a time."""
+REWARD = '''"""The reward functions of a run, as verl calls them: with one completion at a time."""
 
 from pathlib import Path
 
 from rlhf.export.verl_scores import reward_of_run
 
-score = reward_of_run(
-    {names},
-    weights={weights},
-    keywords={keywords},
-    limit_s={limit_s},
-    tokenizer=str(Path(__file__).parent / "tokenizer"),
-    plain={plain},
-    longest={longest},
-)
+score = reward_of_run(**{settings}, tokenizer=str(Path(__file__).parent / "tokenizer"))
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -53,129 +45,121 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 '''
 README = """# {run} for verl
 
-Written from `run.json`, for verl 0.9.1. Install this project in verl's environment without its dependencies
-(`pip install --no-deps`): `reward.py` calls it. Then start `bash run.sh`, with the number of machines and GPUs:
+Written from `run.json`, for verl 0.9.1. `reward.py` imports this project: install it in verl's environment, without
+its dependencies (`pip install --no-deps`). Then start the training, here on two machines with 8 GPUs each:
 
     NNODES=2 GPUS_PER_NODE=8 bash run.sh
 
-- `train.parquet`, `val.parquet`: the prompts of the run, as messages. `extra_info.row` has the columns as JSON.
-- `tokenizer/`: the run's tokenizer, with the chat template that gives the run's ids.
-- `reward.py`: the run's reward functions. Files of your own stay where they are. A function that compares completions
-  of a prompt, or needs log-probabilities, does not work: verl calls it with one completion.
-- `run.sh`: the settings. Further options follow its name, as `bash run.sh trainer.total_epochs=3`.
+- `run.sh`: the settings. Options after its name replace them: `bash run.sh trainer.total_epochs=3`.
+- `train.parquet`, `val.parquet`: the prompts of the run, as messages. `extra_info.row` has their columns as JSON.
+- `tokenizer`: the run's tokenizer, with a chat template that gives the ids of the run. Without a chat template, it
+  writes the texts alone.
+- `reward.py`: the sum of the run's reward functions. Those in files of your own are read from these files. A function
+  that compares completions of a prompt, or needs their log-probabilities, does not work with verl.
 
 ## Settings without a counterpart in verl
 
-{lacking}
+{lost}
 """
 
 
 def export_verl(config: ExportConfig, screen: Screen) -> None:
-    """Write the folder of an export for verl, and print what verl has no option for. Raises UserError if the run or
-    its data cannot be exported, or have changed."""
+    """Write the folder of an export for verl, and print which settings verl has no option for. Raises UserError for a
+    run that verl cannot train, and if its start model, its prompts or its reward functions have changed."""
     source = config.export.run[0]
     run = RunRecord.require(Path(source), "run")
     settings = config_of_run(run, output=source).resolved()
     check_for_verl(settings, run)
-    start_model = find_recorded(run, "start_model", settings.model.actor_model, "--to verl,")
-    settings = replaced(settings, actor_model=start_model, resume=True)  # with the date of the run
+    model = find_recorded(run, "start_model", settings.model.actor_model, "--to verl,")
+    model = str(Path(model).resolve()) if Path(model).is_dir() else model
+    settings = replaced(settings, actor_model=model, resume=True)  # with the date of the run
     tokenizer = find_start_model(settings, "--to verl, --actor-model").tokenizer
-    in_python = settings.data.prompts == IN_PYTHON
-    load = prompts_of_program if in_python else load_prompts
-    prompts = load(settings.data, tokenizer, screen.say, *([Path(source)] if in_python else []))
+    if settings.data.prompts == IN_PYTHON:
+        prompts = prompts_of_program(settings.data, tokenizer, Path(source), screen.say)
+    else:
+        prompts = load_prompts(settings.data, tokenizer, screen.say)
     if fingerprint(prompts.train, tokenizer) != run.data["train_sha256"]:
-        fix = "Restore the data"
-        raise UserError("the training prompts have changed since the run", f"--to verl, {settings.data.prompts}", fix)
-    if Path(start_model).is_dir():
-        settings = replaced(settings, actor_model=str(Path(start_model).resolve()))
+        place = f"--to verl, --prompts {settings.data.prompts}"
+        raise UserError("the training prompts have changed since the run", place, "Restore the data of the run")
+    lost = [f"`{flag_of(name)}`: {why}" for name, why in without_option(settings).items()]
+    is_plain = tokenizer.chat_template is None
     shots = worked_examples(settings.data.few_shot)
-    parts = {"train": prompts.train, "val": prompts.evaluation}
-    rows = {name: rows_for_verl(part, name, tokenizer, shots) for name, part in parts.items()}
-    plain = tokenizer.chat_template is None
+    rows = {
+        "train": rows_for_verl(prompts.train, tokenizer, shots),
+        "val": rows_for_verl(prompts.evaluation, tokenizer, shots),
+    }
     tokenizer.chat_template = template_for_others(tokenizer)
-    lacking = [f"`{flag_of(name)}`: {why}" for name, why in without_option(settings).items()]
-    other = sum(other_ids(rows[name], part, tokenizer) for name, part in parts.items())
-    if other:
-        lacking.append(f"{other} prompts contain the text of special tokens, which verl reads as these tokens")
+    chats = [row["prompt"] for part in rows.values() for row in part]
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True).input_ids
+    every = [*prompts.train, *prompts.evaluation]
+    if other := sum(list(prompt.ids) != row for prompt, row in zip(every, ids, strict=True)):
+        lost.append(f"{other} of {len(every)} prompts have other ids in verl: they contain special tokens as text")
 
     def write(folder: Path) -> None:
-        folder.mkdir(parents=True)
+        save_tokenizer(tokenizer, folder / "tokenizer")
         for name, part in rows.items():
             write_parquet(folder / f"{name}.parquet", part)
-        save_tokenizer(tokenizer, folder / "tokenizer")
-        write_settings(folder, settings, run, lacking, plain)
+        if settings.reward.reward_func:
+            write_text(folder / "reward.py", REWARD.format(settings=reward_settings(settings, is_plain)))
+        write_text(folder / "run.sh", run_script(settings, run))
+        listed = "\n".join(f"- {line}" for line in lost) or "None."
+        write_text(folder / "README.md", README.format(run=settings.title, lost=listed))
 
     update_dir_atomically(config.folder, write)
-    screen.say(f"{config.folder}: {len(prompts.train):,} training and {len(prompts.evaluation):,} evaluation prompts")
-    for line in lacking:
-        screen.say(f"without a counterpart in verl: {line}")
-    screen.say(f"train on the cluster: bash {config.folder / 'run.sh'}")
+    for line in lost:
+        screen.say(f"no counterpart in verl: {line}")
+    screen.say(f"prompts: {len(prompts.train):,} for training, {len(prompts.evaluation):,} for evaluation")
+    screen.say(f"on the cluster: bash {config.folder / 'run.sh'}")
 
 
 def check_for_verl(config: Config, run: RunRecord) -> None:
     """Raise UserError for a run that verl cannot train, or whose reward functions are missing or have changed. Runs no
     code of the user."""
-    place = "--to verl"
-    if config.environment.environment is not None:
-        fix = "Write an agent loop of verl for it, or export a run without an environment"
-        raise UserError("verl cannot play this environment", f"{place}, {config.environment.environment}", fix)
-    if config.algorithm not in ESTIMATORS:
-        fix = f"Export a run of {', '.join(ESTIMATORS)}"
-        raise UserError("verl does not have this algorithm", f"{place}, {config.label}", fix)
     rules = config.reward.reward_func
-    if config.model.rm_model is None and not rules:
-        raise UserError("only a teacher gives scores", place, "Export a run with a reward function or a reward model")
+    refused = {
+        f"--environment {config.environment.environment}": config.environment.environment is not None,
+        f"algorithm {config.algorithm}": config.algorithm not in ESTIMATORS,
+        f"--teacher {config.model.teacher}": not rules and config.model.rm_model is None,
+    }
+    for what, applies in refused.items():
+        if applies:
+            fix = "Export a run of one turn, with a reward and an algorithm of this project"
+            raise UserError("verl cannot train this run", f"--to verl, {what}", fix)
     for rule in rules:
-        if rule.startswith(FROM_PYTHON):
-            find_rule(rule)  # raises
-    for rule in names_code(rules):
-        file = Path(local_path(rule.rpartition(":")[0]))
-        if not file.is_file() or code_print(rule) != run.data["rules"].get(rule):
-            fix = "Restore it, and start this command in the folder in which the run was started"
-            raise UserError("not the file of the run's reward function", f"{place}, {rule}", fix)
+        if rule not in names_code(rules):
+            find_rule(rule, config.reward.keywords)
+        elif not Path(local_path(rule.rpartition(":")[0])).is_file() or code_print(rule) != run.data["rules"][rule]:
+            fix = "Restore the file, and start this command in the folder in which the run was started"
+            raise UserError("the reward function is not that of the run", f"--to verl, {rule}", fix)
 
 
-def prompts_of_program(data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Say, folder: Path) -> PromptSets:
+def prompts_of_program(data: DataSettings, tokenizer: PreTrainedTokenizerBase, folder: Path, say: Say) -> PromptSets:
     """Return the prompts that a Python program gave to the run in `folder`."""
     files = [folder / PROMPTS_FOLDER / f"{name}.jsonl" for name in ("train", "evaluation")]
-    train, evaluation = (read_jsonl(file, "Restore the run's folder") for file in files)
-    return given_prompts(replace(data, columns=()), tokenizer, train, evaluation, say)
+    given = [read_jsonl(file, "Restore the run's folder") for file in files]
+    return given_prompts(replace(data, columns=()), tokenizer, *given, say)
 
 
 def rows_for_verl(
-    prompts: Sequence[Prompt], split: str, tokenizer: PreTrainedTokenizerBase, shots: Messages
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, shots: Messages
 ) -> list[dict[str, Any]]:
-    """Return verl's rows of prompts, after the worked examples `shots`. What reward functions receive is one JSON
-    text: Parquet would give all rows the same keys."""
+    """Return verl's rows of prompts, each after the worked examples `shots`. What reward functions receive is one JSON
+    text, because in Parquet each column has one type."""
     rows = []
-    for i, prompt in enumerate(prompts):
-        example = prompt.example
-        answer = example.columns.get("answer")
-        row = {
-            "messages": example.messages,
-            "conversational": example.conversational,
-            "columns": json_ready(example.columns),
-        }
+    for i, example in enumerate(prompt.example for prompt in prompts):
+        columns = json_ready(example.columns)
+        row = {"messages": example.messages, "conversational": example.conversational, "columns": columns}
+        answer = columns.get("answer")
         rows.append(
             {
                 "data_source": "rlhf",
                 "prompt": with_shots(tokenizer, example.messages, shots),
                 "ability": example.topic or "",
                 "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},
-                "extra_info": {"index": i, "split": split, "row": json.dumps(row, default=str)},
+                "extra_info": {"index": i, "row": json.dumps(row, default=str)},
             }
         )
     return rows
-
-
-def other_ids(rows: Sequence[dict], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many prompts get other ids than in the run if they are rendered without the care of
-    `encode_prompt`."""
-    same = 0
-    for row, prompt in zip(rows, prompts, strict=True):
-        text = render_chat(tokenizer, row["prompt"], add_generation_prompt=True)
-        same += tokenizer(text, add_special_tokens=False).input_ids == list(prompt.ids)
-    return len(rows) - same
 
 
 def write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:
@@ -194,30 +178,16 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         write_json(file, read_object(file) | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def write_settings(folder: Path, config: Config, run: RunRecord, lacking: Sequence[str], plain: bool) -> None:
-    """Write the reward functions, the script and the README. `plain`: the run has no chat template."""
-    options = verl_options(config, run)
-    name = Path(config.run.output).resolve().name
-    options |= {"trainer.project_name": "rlhf", "trainer.experiment_name": name}
-    files = {option: file for option, file in FILES.items() if not option.startswith("critic.") or option in options}
-    rules = config.reward.reward_func
-    weights = config.reward.reward_weights
-    if weights is not None and config.model.rm_model is not None:
-        weights = weights[1:]  # the first one is that of the reward model
-    if rules:
-        own = names_code(rules)
-        content = REWARD.format(
-            run=name,
-            names=[str(Path(local_path(rule)).resolve()) if rule in own else rule for rule in rules],
-            weights=weights,
-            keywords=config.reward.keywords,
-            limit_s=config.reward.reward_timeout,
-            plain=plain,
-            longest=config.episode_tokens,
-        )
-        write_text(folder / "reward.py", content)
-    else:
-        del files["reward.custom_reward_function.path"]
-    write_text(folder / "run.sh", run_script(options, files))
-    found = "\n".join(f"- {line}" for line in lacking) or "none"
-    write_text(folder / "README.md", README.format(run=name, lacking=found))
+def reward_settings(config: Config, is_plain: bool) -> dict[str, Any]:
+    """Return the arguments of `reward_of_run`, with absolute paths. `is_plain`: the run has no chat template."""
+    reward = config.reward
+    own = names_code(reward.reward_func)
+    return {
+        "names": [str(Path(local_path(rule)).resolve()) if rule in own else rule for rule in reward.reward_func],
+        # without that of the reward model
+        "weights": reward.reward_weights and reward.reward_weights[-len(reward.reward_func) :],
+        "keywords": reward.keywords,
+        "limit_s": reward.reward_timeout,
+        "is_plain": is_plain,
+        "longest": config.episode_tokens,
+    }

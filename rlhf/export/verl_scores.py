@@ -19,9 +19,9 @@ def reward_of_run(
     weights: Sequence[float] | None,
     keywords: Sequence[str],
     limit_s: float,
-    tokenizer: str,
-    plain: bool,
+    is_plain: bool,
     longest: int,
+    tokenizer: str,
 ) -> Callable[[str, dict[str, Any]], float]:
     """Return a function of a completion's text and verl's `extra_info`, which gives the weighted sum of the reward
     functions, 0 if none applies. Raises UserError if a function does not exist.
@@ -31,11 +31,11 @@ def reward_of_run(
         weights: one per function; None: all 1.
         keywords: for keyword_bonus.
         limit_s: the time limit of a function, in seconds.
-        tokenizer: folder of the run's tokenizer. verl gives only a text: its ids are those of the text.
-        plain: the run does not use a chat template.
+        is_plain: the run has no chat template.
         longest: tokens of the longest completion. A shorter text counts as one that ended with EOS.
+        tokenizer: folder of the run's tokenizer. verl gives only texts, so completion_ids are those of the text.
     """
-    encoder = load_tokenizer(tokenizer, plain)
+    encoder = load_tokenizer(tokenizer, is_plain)
     rewards = Rewards([find_rule(name, keywords) for name in names], weights, encoder, limit_s)
 
     def score(text: str, extra_info: dict[str, Any]) -> float:

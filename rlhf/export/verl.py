@@ -54,8 +54,9 @@ its dependencies (`pip install --no-deps`). Then start the training, here on two
 - `train.parquet`, `val.parquet`: the prompts of the run, as messages. `extra_info.row` has their columns as JSON.
 - `tokenizer`: the run's tokenizer, with a chat template that gives the ids of the run. Without a chat template, it
   writes the texts alone.
-- `reward.py`: the sum of the run's reward functions. Those in files of your own are read from these files. A function
-  that compares completions of a prompt, or needs their log-probabilities, does not work with verl.
+- `reward.py`: the sum of the run's reward functions. Those in files of your own are read from these files. verl calls
+  them with the text of one completion: `completion_ids` are those of the text, and a text of fewer tokens than a
+  completion can have counts as ended. Functions that compare completions, or need log-probabilities, do not work.
 
 ## Settings without a counterpart in verl
 

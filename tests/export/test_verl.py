@@ -7,35 +7,28 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from string import Formatter
 from types import SimpleNamespace
 
 import pytest
-import torch
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-import export_model
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE
 from rlhf.config import parse_cli
 from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.export import verl
 from rlhf.export.verl_options import ELSEWHERE, EVERY_PART, hydra_word, run_script, without_option
-from rlhf.run.record import start_run
 from rlhf.run.session import write_prompts
 from rlhf.settings.fields import flag_of, settings_of
 from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
-from rlhf.setup.build import load_components
-from rlhf.utils.console import Screen
 from tests.documents import ROOT
+from tests.exports import export, options_in, record_run
 from tests.settings.test_settings_act import BY_GRPO_RUN, BY_RUN, IN_BOTH
 
 REWARD = """
@@ -56,42 +49,16 @@ def reward_file(tmp_path) -> Path:
 
 
 @pytest.fixture
-def recorded(configured, tmp_path):
+def recorded(configured):
     """Return a function that makes a run folder with a run.json from flags, without training."""
-
-    def make(*flags: object, algorithm: str = "ppo", **changed: str) -> Path:
-        config = configured(*flags, algorithm=algorithm)
-        parts = load_components(config, torch.device("cpu"), Screen(quiet=True))
-        with start_run(config, parts, 2, Screen(quiet=True)):
-            pass
-        return Path(config.run.output)
-
-    return make
+    return lambda *flags, algorithm="ppo": record_run(configured(*flags, algorithm=algorithm))
 
 
-def export(run: Path, *flags: object) -> Path:
-    export_model.main([str(run), "--to", "verl", *map(str, flags)])
-    return run / "verl"
-
-
-def options_in(script: Path, tmp_path: Path) -> dict[str, str]:
-    """Return the options that a script gives to verl: run it with a python3 that prints its arguments."""
-    fake = tmp_path / "bin" / "python3"
-    fake.parent.mkdir(exist_ok=True)
-    fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
-    fake.chmod(0o755)
-    path = f"{fake.parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(["bash", script, "last=1"], env={"PATH": path}, capture_output=True, text=True, check=True)
-    module, name, *words = json.loads(done.stdout)
-    assert (module, name, words.pop()) == ("-m", "verl.trainer.main_ppo", "last=1")
-    options = dict(word.split("=", 1) for word in words)
-    assert len(options) == len(words)
-    return options
-
-
-def listed(config: Config, run=PLAN) -> dict[str, str]:
-    """Return the options in the script of a run whose values contain no spaces."""
-    return dict(line.strip().split("=", 1) for line in run_script(config, run).splitlines() if line.startswith("    "))
+def listed(config: Config) -> dict[str, str]:
+    """Return the options in the script of a run of 40 updates with 100 prompts."""
+    return dict(
+        line.strip().split("=", 1) for line in run_script(config, PLAN).splitlines() if line.startswith("    ")
+    )
 
 
 def rows_of(file: Path) -> list[dict]:

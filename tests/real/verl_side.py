@@ -23,6 +23,7 @@ def main() -> None:
         folder = str(Path(verl.__file__).parent / "trainer" / "config")
         with initialize_config_dir(config_dir=folder, version_base=None):
             config = compose(config_name="ppo_trainer", overrides=given["options"])
+        config.actor_rollout_ref.rollout.name = "sglang"  # with vllm, the rank of LoRA is compared with vLLM's limit
         validate_config(config, need_reference_policy(config), need_critic(config))
         found = {"critic": need_critic(config), "reference": need_reference_policy(config)}
         tokenizer = omega_conf_to_dataclass(config.actor_rollout_ref.model).tokenizer

@@ -39,14 +39,15 @@ OF_OTHERS = {
 }  # fmt: skip
 # the text is about another command, or about the run that a training command makes
 NAMES_TRAINING = re.compile(r"\b(re)?train|\bresum|if the run has a checkpoint", re.IGNORECASE)
+OTHERS = {"evaluate", "compare", "plot", "export"}  # commands that train nothing
 # units whose texts some commands cannot print, although they use the unit -> these commands, and the reason
 BY_VALUE = {
-    ("rlhf.settings.validate", ""): ({"reward-model", "evaluate", "compare", "plot"}, "the settings of a finished run "
+    ("rlhf.settings.validate", ""): (OTHERS | {"reward-model"}, "the settings of a finished run "
         "are valid; tests/scripts/test_fixes.py changes those that an evaluation can change"),
-    ("rlhf.settings.recipes", ""): ({"evaluate", "compare", "plot"}, "--like takes only shipped recipes"),
-    ("rlhf.settings.flags", "CommandLine.read"): ({"evaluate", "compare", "plot"}, "they have no foreign groups"),
-    ("rlhf.settings.flags", "CommandLine.help"): ({"evaluate", "compare", "plot"}, "they have no recipes"),
-    ("rlhf.settings.translate", "REMOVED"): ({"reward-model", "evaluate", "compare", "plot"}, "only training commands "
+    ("rlhf.settings.recipes", ""): (OTHERS, "--like takes only shipped recipes"),
+    ("rlhf.settings.flags", "CommandLine.read"): (OTHERS, "they have no foreign groups"),
+    ("rlhf.settings.flags", "CommandLine.help"): (OTHERS, "they have no recipes"),
+    ("rlhf.settings.translate", "REMOVED"): (OTHERS | {"reward-model"}, "only training commands "
         "had these settings"),
     ("rlhf.data.prompts", "_warn_about_lost_topics"): ({"evaluate", "compare"}, "they train on no prompt"),
     ("rlhf.checkpoints.run_folder", "_check_content"): ({"train", "reward-model"}, "each has its own --output"),

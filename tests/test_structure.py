@@ -297,7 +297,7 @@ MISSING = {
     "evaluate_generations.py": [["--model-path", "./none"], ["--tokens", "./none"]],
     "compare_runs.py": [["none", "neither"]],
     "plot_training_progress.py": [["none"]],
-    "export_model.py": [["none", "--to", "gguf"], ["none"]],
+    "export_model.py": [["none", "--to", "gguf"], []],
     "-m reward_model.train": [["--pairs", "none.tsv"], ["--base-model", "./none"]],
 }
 DEMO = ["--recipe", "demo", "--output"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from rlhf.checkpoints.run_record import RunRecord, last_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.settings.evaluation import parse_export_cli
-from rlhf.utils.command_lines import short_name
 from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import check_folder
@@ -19,9 +17,7 @@ INTERRUPTED = "stopped"  # printed after Ctrl-C
 def export_command(argv: list[str] | None = None) -> None:
     """Export the run of a command line."""
     config = parse_export_cli(argv)  # torch is imported later, so that --help and errors are printed at once
-    run = config.export.run or (str(last_run(short_name("export"))),)
-    config = replace(config, export=replace(config.export, run=run))
-    RunRecord.require(Path(run[0]), "run")
+    RunRecord.require(Path(config.export.run[0]), "run")
     folder = check_folder(str(config.folder))
     if folder.exists():
         raise UserError("already exists", f"--output {folder}", "Give a new folder, or remove that one")

@@ -290,14 +290,9 @@ class PlotConfig(Command):
 class FormatSettings:
     """Export"""
 
-    run: tuple[PathName, ...] = setting(
-        (),
-        "run folder; unset: the last run in this folder",
-        brief="run folder; unset: the last run in this folder",
-        positional=True,
-    )
-    to: str | None = setting(
-        None,
+    run: tuple[PathName, ...] = setting((), "folder of a run", brief=True, positional=True)
+    to: str = setting(
+        "gguf",
         "format: gguf (a model file for llama.cpp and Ollama), or verl (the run's prompts, rewards and settings)",
         choices=("gguf", "verl"),
         brief=True,
@@ -317,6 +312,13 @@ class FormatSettings:
         needs="to=gguf",
     )
     which: str = same_as(MeasureSettings, "which", aliases=("from",), needs="to=gguf")
+    baseline: PathName | None = same_as(
+        MeasureSettings,
+        "baseline",
+        help="base model of the run's adapter, if the recorded one no longer exists",
+        brief=False,
+        needs="to=gguf",
+    )
 
 
 @dataclass(frozen=True)
@@ -326,16 +328,12 @@ class ExportConfig(Command):
     export: FormatSettings = field(default_factory=FormatSettings)
 
     def validate(self) -> list[Problem]:
-        problems = []
-        if len(self.export.run) > 1:
-            problems.append(Problem(f"one run at a time, not {len(self.export.run)}", "command line", "Give one"))
-        if self.export.to is None:
-            problems.append(Problem("no format given", "--to", "Give --to gguf, or --to verl"))
-        return problems
+        runs = len(self.export.run)
+        return [] if runs == 1 else [Problem(f"one run is needed, not {runs}", "command line", "Give its folder")]
 
     @property
     def folder(self) -> Path:
-        """The folder for the files, if the run is given."""
+        """The folder for the files."""
         return Path(self.export.output or Path(self.export.run[0], self.export.to))
 
 

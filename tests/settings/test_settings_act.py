@@ -739,4 +739,4 @@ def test_every_setting_of_the_evaluation_commands_is_tested():
         "smooth",
         "output",
     }  # tests/reports/test_curve_plots.py
-    assert set(settings_of(ExportConfig)) == {"run", "to", "output", "type", "which"}  # tests/export
+    assert set(settings_of(ExportConfig)) == {"run", "to", "output", "type", "which", "baseline"}  # tests/export

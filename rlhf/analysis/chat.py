@@ -43,8 +43,9 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     require_trusted_code([model], asked.measure, ("environment",))
     config = shared_settings([model], asked.measure)
     date = model.run.date if model.run is not None else None
-    tokenizer = load_tokenizer(model.source, config.data.plain_prompts, date)
-    shots = worked_examples(config.data.few_shot)
+    data = config.data
+    tokenizer = load_tokenizer(model.source, data.plain_prompts, date, data.chat_template_kwargs)
+    shots = worked_examples(data.few_shot)
     room = room_for_prompt(model, config)
     generator = ReplyGenerator(model, config, tokenizer, asked.measure.seed, screen)
     memory = "all of the conversation" if room is None else f"the newest {room:,} tokens of the conversation"

@@ -24,7 +24,7 @@ from rlhf.analysis.models import (
 from rlhf.analysis.prompts import choose_prompts, takes_every_row
 from rlhf.checkpoints.model_folder import find_recorded
 from rlhf.config import config_of_run
-from rlhf.data.chat_template import DATE, date_of, date_row
+from rlhf.data.chat_template import DATE, date_of, template_rows
 from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, encode_all
 from rlhf.data.tokenizer import context_of, load_tokenizer
@@ -104,10 +104,11 @@ class ModelEvaluator:
                 "note: the runs have different evaluation functions, so none is used. Set them with --eval-func"
             )
         self.start = find_start(self.config, models, settings)
-        plain = self.config.data.plain_prompts
+        data = self.config.data
         every = (*filter(None, [self.start]), *models)
         date = next((m.run.date for m in models if m.run is not None), None)
-        self.tokenizers = _with_one_date({m.source: load_tokenizer(m.source, plain, date) for m in every})
+        how = data.plain_prompts, date, data.chat_template_kwargs
+        self.tokenizers = _with_one_date({m.source: load_tokenizer(m.source, *how) for m in every})
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.prompts = choose_prompts(
             self.config, models, settings, usual_prompts, self.tokenizer, self.tokenizers, screen.say
@@ -288,7 +289,7 @@ class ModelEvaluator:
             *([("start model", path_on_page(self.start.name))] if self.start else []),
             *([("weights", f"{', '.join(whiches)} weights of the runs")] if whiches else []),
             ("prompts", self.prompts.line),
-            *date_row(self.tokenizer),
+            *template_rows(self.tokenizer),
             ("completions", f"{s.completions} per prompt, {c.sampling}"),
             (
                 "score",

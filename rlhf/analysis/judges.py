@@ -103,7 +103,8 @@ def load_judges(
     trained_on = {_identity(rule) for run in runs or [config] for rule in run.reward.reward_func}
     if sources.folder is not None:
         dtype = autocast_dtype(config.model.bf16, device)
-        model = RewardModel.load(sources.folder, device, dtype, "--judge-model", config.model.rm_text, date)
+        how = config.model.rm_text, date, config.data.chat_template_kwargs
+        model = RewardModel.load(sources.folder, device, dtype, "--judge-model", *how)
         accuracy = check_measured(model, f"judge {settings.judge_model}", examples, screen)
         rewards = Rewards([LearnedReward(model)], None, tokenizer, names=[settings.judge_model], kind="judge")
         judges.append(Judge(rewards, accuracy=accuracy))

@@ -36,7 +36,7 @@ OF_THE_FILE = {
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
     *("actor_model", "rm_model", "rm_text", "reward_func", "reward_weights", "eval_func", "keywords", "plain_prompts"),
-    *("prompts", *OF_THE_FILE, "prompt_length", "eval_text", "few_shot"),
+    *("chat_template_kwargs", "prompts", *OF_THE_FILE, "prompt_length", "eval_text", "few_shot"),
     *("max_new_tokens", "temperature", "top_k", "top_p", "stop"),
     *("environment", "max_turns", "max_observation_tokens", "max_episode_tokens"),
 )

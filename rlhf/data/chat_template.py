@@ -30,6 +30,7 @@ SOME_CHAT = ({"role": "user", "content": "?"},)  # to find out what a template w
 KNOWN_MARKS = r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<(?:start|end)_of_turn>|\[/INST\]\s*(?:\0|\Z)"
 CLOCK = "strftime_now"  # transformers' function with which a chat template writes the present date or time
 DATE = "chat_template_date"  # key of tokenizer_config.json
+KWARGS = "chat_template_kwargs"  # key of tokenizer_config.json
 DATE_CODES = r"(?<![{%])%[-#_0^EO]?[A-Za-z]"  # in a chat template; `{%` opens a block
 
 
@@ -38,9 +39,11 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, **more: 
 
     A chat template that writes the present date (Llama 3.1 and 3.2, Granite) gets the tokenizer's date: otherwise the
     prompts of a run that is resumed, or evaluated, on another day would differ from those that it was trained on.
+    `kwargs_of` the tokenizer are variables of the template, too.
     """
     date = date_of(tokenizer)
     template = None if date is None else _at_date(tokenizer.chat_template, date)  # None: the tokenizer's own
+    more = kwargs_of(tokenizer) | more
     return tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template, **more)
 
 
@@ -73,10 +76,16 @@ def date_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return tokenizer.init_kwargs.get(DATE)
 
 
-def date_row(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
-    """Return the row of a plan, or of an evaluation, about the date in prompts; no row without one."""
+def kwargs_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the variables that `render_chat` gives to the chat template; {} without any."""
+    return tokenizer.init_kwargs.get(KWARGS, {})
+
+
+def template_rows(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Return the rows of a plan, or of an evaluation, about the date in prompts and the chat template's variables."""
     date = date_of(tokenizer)
-    return [] if date is None else [("date", f"{date}: the chat template writes it into all prompts")]
+    rows = [] if date is None else [("date", f"{date}: the chat template writes it into all prompts")]
+    return [*rows, *([("chat template", f"with {given}")] if (given := kwargs_of(tokenizer)) else [])]
 
 
 def today() -> str:

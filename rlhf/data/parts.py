@@ -73,4 +73,6 @@ def _row(example: Example, data: DataSettings, **completions: str | None) -> dic
     if data.plain_prompts:
         return {"prompt": "\n\n".join(m["content"] for m in example.messages), **completions}
     chats = {name: [{"role": "assistant", "content": text}] for name, text in completions.items()}
-    return {"prompt": list(example.messages), **chats}
+    variables = data.chat_template_kwargs
+    given = {} if variables is None else {"chat_template_kwargs": json.loads(variables)}  # TRL's column
+    return {"prompt": list(example.messages), **chats, **given}

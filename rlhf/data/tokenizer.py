@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,23 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, read_config, read_object
 from rlhf.checkpoints.trust import check_no_code, code_problems, file_of, readable
-from rlhf.data.chat_template import CLOCK, DATE, end_of_turn, today
+from rlhf.data.chat_template import CLOCK, DATE, KWARGS, end_of_turn, today
 from rlhf.utils.errors import Problem, UserError, raise_if
 
 EOS_IDS = "completion_end_ids"  # key of tokenizer_config.json, which an adapter's folder has, too
+SET_HERE = ("messages", "tools", "add_generation_prompt")  # variables of chat templates that each rendering sets
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
 
 
-def load_tokenizer(name: str, plain: bool = False, date: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str, plain: bool = False, date: str | None = None, kwargs: str | None = None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, with left padding; `plain` removes its chat template. Raises UserError if it has
     no EOS, or no token for padding.
 
     Of several chat templates, only the one named default is kept: it renders all prompts, so it is the one to save.
     `date` (None: now) is the date for `render_chat`, if the template writes one. A model that was trained with a date
-    keeps this date.
+    keeps this date. `kwargs` (JSON) are variables of the chat template; None: those with which the model was trained.
 
     A pad token that equals EOS (SmolLM2) is replaced. EOS becomes the token that ends completions: chat models of
     Gemma end them with `<end_of_turn>`, but their tokenizer's EOS ends a document. The EOS ids of the generation
@@ -47,6 +51,10 @@ def load_tokenizer(name: str, plain: bool = False, date: str | None = None) -> P
     trained_at = tokenizer.init_kwargs.pop(DATE, None)
     if CLOCK in (tokenizer.chat_template or ""):
         tokenizer.init_kwargs[DATE] = trained_at or date or today()
+    trained_with = tokenizer.init_kwargs.pop(KWARGS, {})
+    variables = trained_with if kwargs is None else json.loads(kwargs)
+    if tokenizer.chat_template is not None and variables:
+        tokenizer.init_kwargs[KWARGS] = variables
     if tokenizer.eos_token_id is None:
         raise UserError("no EOS token", f"tokenizer of {name}", "Set eos_token in its tokenizer_config.json")
     end = end_of_turn(tokenizer)
@@ -58,6 +66,20 @@ def load_tokenizer(name: str, plain: bool = False, date: str | None = None) -> P
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _free_token(tokenizer, name)
     return tokenizer
+
+
+def check_kwargs(tokenizer: PreTrainedTokenizerBase, data: Any, place: str) -> None:
+    """Raise UserError if the chat template of the model at `place` does not read all of --chat-template-kwargs."""
+    kwargs = None if data.plain_prompts else data.chat_template_kwargs
+    template = tokenizer.chat_template or ""
+    names = json.loads(kwargs or "{}")
+    unread = [name for name in names if name in SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        raise UserError(
+            f"no chat template with a variable {', '.join(unread)} to set",
+            f"--chat-template-kwargs {kwargs}, {place}",
+            "Remove it, or give variables that the model's chat template reads",
+        )
 
 
 def _restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -133,7 +155,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 def context_of(config: PreTrainedConfig) -> int | None:
     """Return the context length of a model in tokens; None if its config has none."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return values_of(config).get("max_position_embeddings")
 
 
 # what the JSON files of these model types must contain to be read without transformers' config class and its defaults
@@ -158,9 +180,17 @@ def config_values(name: str) -> dict[str, Any]:
 
 
 def values_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the values of a language model's config, with the usual names: GPT-2 calls them n_layer and so on."""
+    """Return the values of a language model's config, with the usual names: GPT-2 calls them n_layer and so on.
+
+    The context of a model with longrope (Phi-3) is that of its short factors: one text above it would change the
+    log-probs of all others in the same forward pass, and those of its own first tokens.
+    """
     text = config.get_text_config()
-    return {**text.to_dict(), **{key: getattr(text, key) for key in (*SIZES, TIED) if hasattr(text, key)}}
+    values = {**text.to_dict(), **{key: getattr(text, key) for key in (*SIZES, TIED) if hasattr(text, key)}}
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if rotary.get("rope_type") == "longrope":
+        values["max_position_embeddings"] = rotary["original_max_position_embeddings"]
+    return values
 
 
 def context_problems(

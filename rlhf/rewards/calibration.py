@@ -64,7 +64,7 @@ def calibration_completions(
     if name is None:
         return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples)[:most]], "chosen completions"
     folder = find_model(name, "--actor-model")
-    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
+    tokenizer = load_tokenizer(folder, config.data.plain_prompts, kwargs=config.data.chat_template_kwargs)
     room = [n - length for n in (context_of(load_config(folder)), model.context) if n is not None]
     longest = min(config.calibration.calibration_prompt_length, *room)
     prompts = encode_prompts(tokenizer, examples, longest)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rlhf.checkpoints.model_folder import METRICS_FILE, read_record, text_in
-from rlhf.data.chat_template import SOME_CHAT, date_of, encode_completion, encode_prompt, encode_whole
+from rlhf.data.chat_template import SOME_CHAT, date_of, encode_completion, encode_prompt, encode_whole, kwargs_of
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.row import Example
 from rlhf.data.splits import question_hash
@@ -64,7 +64,7 @@ def check_reward_folder(
     """
     rows = [*prompts.train, *prompts.evaluation]
     name = config.model.rm_model
-    own = load_tokenizer(folder, date=date_of(tokenizer))
+    own = load_tokenizer(folder, date=date_of(tokenizer), kwargs=config.data.chat_template_kwargs)
     # most reward models have the start model's tokenizer, and encoding many prompts again takes seconds
     lengths = [len(p.ids) for p in rows] if encodes_alike(own, tokenizer) else None
     length = config.sampling.max_new_tokens
@@ -83,10 +83,11 @@ def check_reward_folder(
 
 
 def encodes_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """True if both tokenizers make the same ids of every prompt: the same rules, tokens, chat template and date."""
+    """True if both tokenizers make the same ids of every prompt: the same rules, tokens, chat template and its
+    variables."""
     if not (one.is_fast and other.is_fast) or one.chat_template != other.chat_template:
         return False
-    if date_of(one) != date_of(other):
+    if date_of(one) != date_of(other) or kwargs_of(one) != kwargs_of(other):
         return False
     same_special = one.special_tokens_map == other.special_tokens_map
     return same_special and one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()

@@ -121,9 +121,10 @@ class RewardModel:
         flag: str = "--rm-model",
         text: str | None = None,
         date: str | None = None,
+        kwargs: str | None = None,
     ) -> RewardModel:
-        """Load a reward model from a folder or the hub. `flag` is for error messages, `text` is --rm-text; `date`: as
-        in `load_tokenizer`.
+        """Load a reward model from a folder or the hub. `flag` is for error messages, `text` is --rm-text; `date`,
+        `kwargs`: as in `load_tokenizer`.
 
         Raises UserError if it does not exist or does not return one score per completion.
         """
@@ -133,7 +134,7 @@ class RewardModel:
         problem = reward_config_problem(architecture, config.num_labels, config.pad_token_id, f"{flag} {name}")
         raise_if([problem] if problem else [])
         disable_dropout(config)  # a critic that starts from it is in train mode
-        tokenizer = load_tokenizer(folder, date=date)
+        tokenizer = load_tokenizer(folder, date=date, kwargs=kwargs)
         check_vocabulary(ids_of(tokenizer), config.get_text_config().vocab_size, name)
         model, found = read_model(AutoModelForSequenceClassification, folder, config=config)
         check_loaded(found, name, unused=LM_HEADS, fix=f"{INCOMPLETE}. {how_to_train()}")

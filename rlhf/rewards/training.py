@@ -33,7 +33,7 @@ from rlhf.data.lengths import warn_about_length
 from rlhf.data.notices import warn_about_marks
 from rlhf.data.row import Example
 from rlhf.data.splits import pairs_hash, question_hash, shared_start, split_examples
-from rlhf.data.tokenizer import check_vocabulary, load_config, load_tokenizer
+from rlhf.data.tokenizer import check_kwargs, check_vocabulary, load_config, load_tokenizer
 from rlhf.distributed.gradients import add_up_gradients, exchange_rows
 from rlhf.distributed.group import from_first, on_first, require_equal
 from rlhf.distributed.shares import by_tokens, own_share
@@ -149,7 +149,9 @@ def usable_pairs(
 def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
     """Return the base model with a new score head. Its pad token is never EOS."""
     base = find_model(config.training.base_model, "--base-model")
-    tokenizer = load_tokenizer(base, config.data.plain_prompts, from_first(today))
+    data = config.data
+    tokenizer = load_tokenizer(base, data.plain_prompts, from_first(today), data.chat_template_kwargs)
+    check_kwargs(tokenizer, data, f"--base-model {config.training.base_model}")
     set_seed(config.training.rm_seed)  # the new head is initialised from torch's global generator
     model_config = load_config(base)
     model_config.num_labels = 1

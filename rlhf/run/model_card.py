@@ -14,7 +14,7 @@ from rlhf.analysis.groups import control_of, title_of
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.chat_template import date_of, with_shots
+from rlhf.data.chat_template import date_of, kwargs_of, with_shots
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.save import generation_config
 from rlhf.reports.tables import TextTable, before_and_after, rows_of_run
@@ -69,6 +69,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         chat=chat,
         prompt=asked if chat else "\n\n".join(m["content"] for m in asked),
         date=date_of(tokenizer),
+        kwargs="".join(f", {name}={value!r}" for name, value in kwargs_of(tokenizer).items() if name.isidentifier()),
         generation=generation_config(sampling, tokenizer).to_diff_dict(),
         stops=list(sampling.stops),
         rewards=reward_line(settings),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from rlhf.settings.types import KLTarget, PathName, Renaming, Split, StopText, value_text
+from rlhf.settings.types import JsonObject, KLTarget, PathName, Renaming, Split, StopText, value_text
 from rlhf.utils.errors import UserError, did_you_mean
 
 TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
@@ -211,7 +211,7 @@ def _convert_one(setting: Setting, value: Any, where: str) -> Any:
     try:
         result = _parse(kind, value)
         fix = _out_of_range(setting, result)
-    except (ValueError, TypeError, ArithmeticError):
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
         expected = getattr(kind, "expects", None) or EXPECTED.get(kind) or " or ".join(setting.choices)
         fix = f"Give {expected or 'text'}"
     if not fix:
@@ -225,6 +225,8 @@ def _parse(kind: Any, value: Any) -> Any:
         if on is None:
             raise ValueError(value)
         return on
+    if kind is JsonObject and isinstance(value, dict):
+        return kind.parse(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike, kind)):
         raise TypeError(value)
     if kind is float:

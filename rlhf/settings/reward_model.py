@@ -14,7 +14,7 @@ from rlhf.settings.merge import Command, build, read_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import LARGEST_SEED, Config, DataSettings, SamplingSettings
 from rlhf.settings.translate import translate
-from rlhf.settings.types import PathName, Renaming, Split
+from rlhf.settings.types import JsonObject, PathName, Renaming, Split
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import renaming_problems
 from rlhf.utils.errors import Problem
@@ -39,6 +39,9 @@ class RewardDataSettings:
     columns: tuple[Renaming, ...] = same_as(DataSettings, "columns")
     skip_bad_rows: float | None = same_as(DataSettings, "skip_bad_rows")
     plain_prompts: bool = setting(False, "do not apply the base model's chat template to the prompts")
+    chat_template_kwargs: JsonObject | None = same_as(
+        DataSettings, "chat_template_kwargs", unset="those with which the base model was trained"
+    )
     pair_length: int = setting(
         1024,
         "largest length of prompt and completion together, in tokens; longer pairs are skipped and counted",

@@ -17,6 +17,7 @@ from rlhf.settings.types import (
     FROM_TRL,
     CriticName,
     HubName,
+    JsonObject,
     KLTarget,
     MemorySize,
     PathName,
@@ -163,6 +164,13 @@ class DataSettings:
         False,
         "do not apply the start model's chat template: the completion continues the text of the prompt, as with a "
         "base model",
+    )
+    chat_template_kwargs: JsonObject | None = setting(
+        None,
+        "JSON object of variables of the chat template, such as '{\"enable_thinking\": false}' for Qwen3, for all "
+        "prompts of the run, its evaluations and chats",
+        unset="those with which the start model was trained",
+        needs="!plain_prompts",
     )
     few_shot: PathName | None = setting(
         None,

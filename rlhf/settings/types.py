@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -205,6 +206,19 @@ class ArmName(str):
         return int(self.rpartition("-")[2]) if self.name.startswith("best-of-") and not self.model else 0
 
     expects = "NAME=MODEL, start, or best-of-N, such as DPO=./dpo_model best-of-4"
+
+
+class JsonObject(str):
+    """A JSON object as text; in Python also a dict."""
+
+    @classmethod
+    def parse(cls, given: str | dict[str, Any]) -> JsonObject:
+        found = given if isinstance(given, dict) else json.loads(str(given))
+        if not isinstance(found, dict):
+            raise ValueError(given)
+        return cls(json.dumps(found, sort_keys=True))
+
+    expects = 'a JSON object, such as {"enable_thinking": false}'
 
 
 class MemorySize(str):

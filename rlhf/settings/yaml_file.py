@@ -6,6 +6,8 @@ its version.
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ DEEPEST = 20  # blocks in blocks
 WORDS = dict.fromkeys(("", "~", "null")) | dict.fromkeys(("true", "yes", "on"), True)
 WORDS |= dict.fromkeys(("false", "no", "off"), False)
 TAGS = (None, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map")))
-MAPPINGS = ("columns",)  # settings whose value may be a mapping
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
+MAPPINGS = ("columns", "chat_template_kwargs")  # settings whose value may be a mapping
 
 
 class Block(dict[str, tuple[Any, str]]):
@@ -101,7 +104,10 @@ def settings_in(block: Block) -> Layer:
             if not isinstance(value, Block):
                 found.add(name, value, place)
             elif name in MAPPINGS and not any(isinstance(old, Block) for old, _ in value.values()):
-                found.add(name, {new: old for new, (old, _) in value.items()}, place)
+                values = {new: old for new, (old, _) in value.items()}
+                if name == "chat_template_kwargs":
+                    values = {key: json.loads(v) if NUMBER.fullmatch(str(v)) else v for key, v in values.items()}
+                found.add(name, values, place)
             else:
                 found[f"{name}:"] = (True, place)
                 blocks.append(value)

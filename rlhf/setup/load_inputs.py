@@ -21,7 +21,7 @@ from rlhf.data.examples import GivenPrompt, worked_examples
 from rlhf.data.prompts import Prompt, PromptSets, given_prompts, load_prompts, or_longest, paragraphs_of
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
-from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
+from rlhf.data.tokenizer import check_kwargs, check_vocabulary, config_values, context_problems, ids_of, load_tokenizer
 from rlhf.distributed.group import from_first
 from rlhf.environments.environment import Environment, make_environment
 from rlhf.environments.find import find_instance, gives_rewards
@@ -164,7 +164,9 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     date = from_first(today)
     if config.run.resume:
         date = RunRecord.require(Path(config.run.output), "--resume, --output").date
-    tokenizer = load_tokenizer(folder, config.data.plain_prompts, date)
+    data = config.data
+    tokenizer = load_tokenizer(folder, data.plain_prompts, date, data.chat_template_kwargs)
+    check_kwargs(tokenizer, data, f"{flag} {m.actor_model}")
     values = config_values(folder)
     check_vocabulary(ids_of(tokenizer), values["vocab_size"], folder)
     targets = set(m.lora_targets) - {ALL_LINEAR} if m.use_lora and "quantization_config" not in values else set()
@@ -220,7 +222,7 @@ def check_critic(config: Config, folder: str | None, start: StartModel, prompts:
     if folder is None:
         raise UserError("no reward model to start from", "--critic reward-model", "Use --critic separate")
     tensors = weights_of(folder)
-    tokenizer = load_tokenizer(folder, date=date_of(start.tokenizer))
+    tokenizer = load_tokenizer(folder, date=date_of(start.tokenizer), kwargs=config.data.chat_template_kwargs)
     if len(tensors.get("score.weight", ())) != 2:
         raise UserError("the head is not one linear layer on a causal model", place, "Use --critic separate")
     same = reads_ids(folder, tokenizer, start)

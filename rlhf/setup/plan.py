@@ -14,7 +14,7 @@ from rlhf.checkpoints.gguf import quantized
 from rlhf.checkpoints.model_folder import read_record
 from rlhf.checkpoints.run_record import Plan
 from rlhf.config import user_file_line
-from rlhf.data.chat_template import date_row
+from rlhf.data.chat_template import template_rows
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import PromptSampler, planned_updates, shorten
 from rlhf.distributed import group
@@ -81,7 +81,7 @@ def show_plan(config: Config, inputs: RunInputs, device: torch.device, screen: S
         *environment_rows(config, inputs),
         *([("control", CONTROL_MEANS)] if config.reward.control != "none" else []),
         ("prompts", prompts_line(sets)),
-        *date_row(inputs.start.tokenizer),
+        *template_rows(inputs.start.tokenizer),
         *topics_rows(config, sets.train),
         *evaluation_rows(config, inputs),
         ("budget", budget_line(config, updates)),

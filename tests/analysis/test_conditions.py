@@ -76,6 +76,9 @@ PAIRS = {
     "worked examples": Pair({"few_shot": "others.jsonl"}, refused="few_shot"),
     "worked examples at the same path": Pair(data={"few_shot": [{"role": "user", "content": "x"}]}, budget="prompts"),
     "plain prompts": Pair({"plain_prompts": True}, refused="plain_prompts"),
+    "variables of the chat template": Pair(
+        {"chat_template_kwargs": '{"enable_thinking": false}'}, refused="chat_template_kwargs"
+    ),
     "data": Pair({"prompts": "others.jsonl"}, refused="prompts"),
     # sampling
     "temperature": Pair({"temperature": 0.3}, refused="temperature"),

@@ -563,6 +563,7 @@ CONFIGURATION = [
         "1 2 --reward-weights length_penalty", place="--reward-weights 1.0", settings="reward_weights"),
 ]  # fmt: skip
 
+THINKING = '{"enable_thinking": false}'
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
 DATA = [
     Row(25, "file missing",
@@ -623,6 +624,23 @@ DATA = [
     Row(41, "plain prompts without a chat template",
         lambda inputs: [*base_model("--dry-run")(inputs), *prompts(60)(inputs)],
         "<tmp>/base", status=0),
+    Row(41, "chat template variables that are not JSON", "--chat-template-kwargs enable_thinking=false",
+        "chat_template_kwargs 'enable_thinking=false' JSON", place="--chat-template-kwargs"),
+    Row(41, "chat template variables that are a list", "--chat-template-kwargs [false]",
+        "chat_template_kwargs '[false]' JSON", place="--chat-template-kwargs"),
+    Row(41, "a variable that the chat template does not read", lambda inputs: ["--chat-template-kwargs", THINKING],
+        "enable_thinking --chat-template-kwargs --actor-model", place=f"--chat-template-kwargs {THINKING}"),
+    Row(41, "a variable that the base model's chat template does not read",
+        lambda inputs: ["--chat-template-kwargs", THINKING], "enable_thinking --chat-template-kwargs --base-model",
+        place=f"--chat-template-kwargs {THINKING}", main=REWARD_MODEL),
+    Row(41, "the messages as a variable", lambda inputs: ["--chat-template-kwargs", '{"messages": []}'],
+        "messages --chat-template-kwargs", place="--chat-template-kwargs"),
+    Row(41, "chat template variables without a chat template",
+        lambda inputs: [*base_model("--chat-template-kwargs", THINKING)(inputs), *prompts(60)(inputs)],
+        "enable_thinking <tmp>/base", place=f"--chat-template-kwargs {THINKING}"),
+    Row(41, "chat template variables with plain prompts",
+        lambda inputs: ["--plain-prompts", "--chat-template-kwargs", THINKING],
+        "chat_template_kwargs --plain-prompts", place="--chat-template-kwargs"),
     Row(42, "evaluation file also trained on", lambda inputs: ["--eval-dataset", inputs.pairs],
         "--eval-dataset", status=0),
     Row(42, "evaluation file without the column of a reward function",
@@ -850,6 +868,8 @@ LATE = {
     *("not found", "gated", "offline", "needs trust_remote_code", "no pad token", "pad equals EOS"),
     *("policy's weights with NaN", "reward model's weights with infinity", "too little space for the checkpoints"),
     *("no column for an evaluation function", "nothing to learn", "takes chats for texts"),
+    *("a variable that the chat template does not read", "chat template variables without a chat template"),
+    *("a variable that the base model's chat template does not read", "the messages as a variable"),
     *("tokenizer larger than the policy", "tokenizer larger than the reward model"),
 }
 LATE |= {

@@ -74,6 +74,7 @@ PARSERS = {
     ExportConfig: lambda words: parse_export_cli(["RUN", *words]),
 }
 VALUES = {  # of settings whose type does not give one
+    "chat_template_kwargs": '{"enable_thinking":false}',
     "kl_target": "3/sequence", "push_to_hub": "ada/model", "memory": "8GB",
     "reward_func": "length_penalty", "lora_targets": "q_proj", "split": "10/80/10",
     "columns": "prompt=question", "top_p": "0.5", "skip_bad_rows": "2", "score_ema": "0.5", "lora_dropout": "0.1",

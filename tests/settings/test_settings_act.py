@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from transformers import Qwen3Config
 
 import evaluate_generations
 from rlhf.algorithms.table import ALGORITHMS
@@ -34,7 +35,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import BY_TIER, attach
 from tests.records import facts_of
-from tests.shapes import make_reward_model, make_start_model
+from tests.shapes import GROUPED, make_family, make_reward_model, make_start_model, qwen3_tokenizer
 
 CPU = torch.device("cpu")
 NOT_COMPARED = ("time/", "throughput/", "memory/")  # these differ between two identical runs
@@ -326,6 +327,18 @@ def outcomes_plain_prompts(configured, tmp_path):
         return parts.tokenizer.decode(list(parts.prompts.train[0].ids))
 
     return first("--plain-prompts"), first()
+
+
+def outcomes_chat_template_kwargs(configured, tmp_path):
+    start = make_family(tmp_path / "qwen3", qwen3_tokenizer(), Qwen3Config, **GROUPED)
+    rows = "\n".join(json.dumps({"prompt": f"text {i}"}) for i in range(50))
+    (tmp_path / "p.jsonl").write_text(rows)
+
+    def first(*flags):
+        config = configured("--actor-model", start, "--prompts", tmp_path / "p.jsonl", *flags)
+        return load_components(config, CPU, Screen()).prompts.train[0].ids
+
+    return first("--chat-template-kwargs", '{"enable_thinking": false}'), first()
 
 
 def outcomes_few_shot(configured, tmp_path):
@@ -632,6 +645,7 @@ def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path, user_erro
 
 def test_every_reward_model_setting_is_tested():
     separate = {"pairs", "base_model", "rm_output", "rm_overwrite"}
+    separate |= {"chat_template_kwargs"}  # tests/run/test_template_kwargs.py
     assert set(settings_of(RewardModelConfig)) == {*REWARD_SETTINGS, *separate, *DATA}
 
 

@@ -15,7 +15,7 @@ from rlhf.checkpoints.model_folder import find_recorded, read_object
 from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.chat_template import Messages, template_for_others, with_shots
+from rlhf.data.chat_template import Messages, kwargs_of, template_for_others, with_shots
 from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, PromptSets, fingerprint, given_prompts, load_prompts
 from rlhf.export.verl_options import ESTIMATORS, run_script, without_option
@@ -91,7 +91,8 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
     }
     tokenizer.chat_template = template_for_others(tokenizer)
     chats = [row["prompt"] for part in rows.values() for row in part]
-    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True).input_ids
+    variables = kwargs_of(tokenizer)
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, **variables).input_ids
     every = [*prompts.train, *prompts.evaluation]
     if other := sum(list(prompt.ids) != row for prompt, row in zip(every, ids, strict=True)):
         lost.append(f"{other} of {len(every)} prompts have other ids in verl: they contain special tokens as text")
@@ -102,7 +103,7 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
             write_parquet(folder / f"{name}.parquet", part)
         if settings.reward.reward_func:
             write_text(folder / "reward.py", REWARD.format(settings=reward_settings(settings, is_plain)))
-        write_text(folder / "run.sh", run_script(settings, run))
+        write_text(folder / "run.sh", run_script(settings, run, variables))
         listed = "\n".join(f"- {line}" for line in lost) or "None."
         write_text(folder / "README.md", README.format(run=settings.title, lost=listed))
 

@@ -147,13 +147,13 @@ REWARD_MODEL = """    reward.reward_model.enable=True
     reward.reward_model.rollout.tensor_model_parallel_size=1
 """
 END = """)
-python3 -m verl.trainer.main_ppo "${{options[@]}}" "$@"
+python3 -m verl.trainer.main_ppo "${options[@]}" "$@"
 """
 EVERY_PART = SCRIPT + CRITIC + LORA + REWARD_MODEL
 # settings that other files of an export contain, or that have no effect in verl
 ELSEWHERE = (
     *("prompts", "split", "eval_dataset", "dataset_config", "dataset_split", "columns", "skip_bad_rows"),
-    *("plain_prompts", "few_shot", "max_prompts", "eval_prompts"),
+    *("plain_prompts", "chat_template_kwargs", "few_shot", "max_prompts", "eval_prompts"),
     *("reward_func", "reward_weights", "keywords", "reward_timeout", "allow_weak_reward_model"),
     *("use_lora", "gradient_accumulation_steps", "micro_batch_size", "max_episode_tokens", "episodes"),
     "value_coef",  # of a critic with the policy's optimizer
@@ -161,9 +161,9 @@ ELSEWHERE = (
 )
 
 
-def run_script(config: Config, run: RunRecord) -> str:
+def run_script(config: Config, run: RunRecord, variables: dict[str, Any]) -> str:
     """Return a bash script that starts verl with a run's settings. verl counts prompts in batches and minibatches, and
-    multiplies them by `rollout.n`."""
+    multiplies them by `rollout.n`. `variables` are those of the chat template."""
     lora = config.model.use_lora
     has_critic = ALGORITHMS[config.algorithm].has_critic
     rules = config.reward.reward_func
@@ -174,11 +174,13 @@ def run_script(config: Config, run: RunRecord) -> str:
         LORA_OF_CRITIC: lora and has_critic,
         REWARD_FUNCTIONS: rules,
         REWARD_MODEL: not rules,
-        END: True,
     }
     values = values_in(config) | _values(config, run)
     words = {name: shlex.quote(hydra_word(value)) for name, value in values.items()}
-    return "".join(part for part, is_used in parts.items() if is_used).format_map(words)
+    script = "".join(part for part, is_used in parts.items() if is_used).format_map(words)
+    for name, value in variables.items():
+        script += f"    +data.apply_chat_template_kwargs.{name}={shlex.quote(hydra_word(value))}\n"
+    return script + END
 
 
 def hydra_word(value: Any) -> str:

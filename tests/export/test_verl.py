@@ -57,7 +57,7 @@ def recorded(configured):
 def listed(config: Config) -> dict[str, str]:
     """Return the options in the script of a run of 40 updates with 100 prompts."""
     return dict(
-        line.strip().split("=", 1) for line in run_script(config, PLAN).splitlines() if line.startswith("    ")
+        line.strip().split("=", 1) for line in run_script(config, PLAN, {}).splitlines() if line.startswith("    ")
     )
 
 
@@ -275,7 +275,7 @@ def test_a_changed_setting_changes_the_script_or_is_listed(configured, name):
     both += ["--kl-target", "1/token"] if name != "kl_schedule" else []
     length = () if name == "episodes" else ("--num-iterations", 9)
     one, other = (configured(*length, *both, *flags, algorithm=algorithm) for flags in ((), FLAGS[name].split()))
-    changed = run_script(one, PLAN) != run_script(other, PLAN)
+    changed = run_script(one, PLAN, {}) != run_script(other, PLAN, {})
     lost = without_option(other).keys() - without_option(one).keys()
     length_of_run = ("num_iterations", "episodes")  # the run's own number of updates
     if name in ("critic", *length_of_run):

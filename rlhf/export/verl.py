@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from rlhf.checkpoints.model_folder import find_recorded, read_object
+from rlhf.checkpoints.model_folder import read_object
 from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
@@ -66,15 +66,15 @@ its dependencies (`pip install --no-deps`). Then start the training, here on two
 
 def export_verl(config: ExportConfig, screen: Screen) -> None:
     """Write the folder of an export for verl, and print which settings verl has no option for. Raises UserError for a
-    run that verl cannot train, and if its start model, its prompts or its reward functions have changed."""
+    run that verl cannot train, and if its prompts or its reward functions have changed."""
     source = config.export.run[0]
     run = RunRecord.require(Path(source), "run")
-    settings = config_of_run(run, output=source).resolved()
+    settings = replaced(config_of_run(run, output=source).resolved(), resume=True)  # with the date of the run
     check_for_verl(settings, run)
-    model = find_recorded(run, "start_model", settings.model.actor_model, "--to verl,")
-    model = str(Path(model).resolve()) if Path(model).is_dir() else model
-    settings = replaced(settings, actor_model=model, resume=True)  # with the date of the run
-    tokenizer = find_start_model(settings, "--to verl, --actor-model").tokenizer
+    start = find_start_model(settings, "--to verl, --actor-model")
+    model = Path(start.folder)
+    settings = replaced(settings, actor_model=str(model.resolve()) if model.is_dir() else start.folder)
+    tokenizer = start.tokenizer
     if settings.data.prompts == IN_PYTHON:
         prompts = prompts_of_program(settings.data, tokenizer, Path(source), screen.say)
     else:
@@ -82,25 +82,22 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
     if fingerprint(prompts.train, tokenizer) != run.data["train_sha256"]:
         place = f"--to verl, --prompts {settings.data.prompts}"
         raise UserError("the training prompts have changed since the run", place, "Restore the data of the run")
-    lost = [f"`{flag_of(name)}`: {why}" for name, why in without_option(settings).items()]
     is_plain = tokenizer.chat_template is None
-    shots = worked_examples(settings.data.few_shot)
-    rows = {
-        "train": rows_for_verl(prompts.train, tokenizer, shots),
-        "val": rows_for_verl(prompts.evaluation, tokenizer, shots),
-    }
-    tokenizer.chat_template = template_for_others(tokenizer)
-    chats = [row["prompt"] for part in rows.values() for row in part]
-    variables = kwargs_of(tokenizer)
-    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, **variables).input_ids
     every = [*prompts.train, *prompts.evaluation]
-    if other := sum(list(prompt.ids) != row for prompt, row in zip(every, ids, strict=True)):
+    rows = rows_for_verl(every, tokenizer, worked_examples(settings.data.few_shot))
+    tokenizer.chat_template = template_for_others(tokenizer)
+    variables = kwargs_of(tokenizer)
+    chats = [row["prompt"] for row in rows]
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, **variables).input_ids
+    other = sum(list(prompt.ids) != row for prompt, row in zip(every, ids, strict=True))
+    lost = [f"`{flag_of(name)}`: {why}" for name, why in without_option(settings).items()]
+    if other:
         lost.append(f"{other} of {len(every)} prompts have other ids in verl: they contain special tokens as text")
 
     def write(folder: Path) -> None:
         save_tokenizer(tokenizer, folder / "tokenizer")
-        for name, part in rows.items():
-            write_parquet(folder / f"{name}.parquet", part)
+        write_parquet(folder / "train.parquet", rows[: len(prompts.train)])
+        write_parquet(folder / "val.parquet", rows[len(prompts.train) :])
         if settings.reward.reward_func:
             write_text(folder / "reward.py", REWARD.format(settings=reward_settings(settings, is_plain)))
         write_text(folder / "run.sh", run_script(settings, run, variables))
@@ -156,7 +153,7 @@ def rows_for_verl(
             {
                 "data_source": "rlhf",
                 "prompt": with_shots(tokenizer, example.messages, shots),
-                "ability": example.topic or "",
+                "ability": "",
                 "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},
                 "extra_info": {"index": i, "row": json.dumps(row, default=str)},
             }

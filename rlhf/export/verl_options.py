@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from pathlib import Path
 from string import Formatter
+from types import SimpleNamespace
 from typing import Any
 
 from rlhf.algorithms.kl_control import kl_controller
@@ -55,10 +55,10 @@ options=(
     actor_rollout_ref.rollout.dtype={bf16}
     actor_rollout_ref.rollout.full_determinism={deterministic}
     actor_rollout_ref.rollout.val_kwargs.n={eval_samples}
-    actor_rollout_ref.rollout.val_kwargs.do_sample={samples}
+    actor_rollout_ref.rollout.val_kwargs.do_sample=True
     actor_rollout_ref.rollout.val_kwargs.temperature={eval_temperature}
     actor_rollout_ref.rollout.val_kwargs.top_p={top_p}
-    actor_rollout_ref.rollout.val_kwargs.top_k={top_k}
+    actor_rollout_ref.rollout.val_kwargs.top_k={eval_top_k}
     actor_rollout_ref.actor.ppo_mini_batch_size={minibatches}
     actor_rollout_ref.actor.ppo_epochs={ppo_epochs}
     actor_rollout_ref.actor.use_dynamic_bsz=True
@@ -100,12 +100,12 @@ options=(
     algorithm.kl_ctrl.horizon={kl_horizon}
     trainer.use_v1={is_v1}
     trainer.total_training_steps={num_iterations}
-    trainer.total_epochs={epochs}
+    trainer.total_epochs={num_iterations}
     trainer.test_freq={eval_every}
     trainer.save_freq={save_every}
     trainer.max_actor_ckpt_to_keep={keep}
     trainer.default_local_dir="'$here/checkpoints'"
-    trainer.logger={report_to}
+    trainer.logger="[console]"
     trainer.project_name=rlhf
     trainer.experiment_name={output}
     trainer.nnodes="${{NNODES:-1}}"
@@ -155,7 +155,7 @@ ELSEWHERE = (
     *("prompts", "split", "eval_dataset", "dataset_config", "dataset_split", "columns", "skip_bad_rows"),
     *("plain_prompts", "chat_template_kwargs", "few_shot", "max_prompts", "eval_prompts"),
     *("reward_func", "reward_weights", "keywords", "reward_timeout", "allow_weak_reward_model"),
-    *("use_lora", "gradient_accumulation_steps", "micro_batch_size", "max_episode_tokens", "episodes"),
+    *("use_lora", "gradient_accumulation_steps", "micro_batch_size", "max_episode_tokens", "epochs", "episodes"),
     "value_coef",  # of a critic with the policy's optimizer
     *RESUME_MAY_CHANGE,
 )
@@ -195,54 +195,48 @@ def hydra_word(value: Any) -> str:
 
 def _values(config: Config, run: RunRecord) -> dict[str, Any]:
     """Return the values that differ in verl from those of the settings, and those of no single setting."""
-    batch = config.batch
-    kl = config.kl
-    optimizer = config.optimizer
-    longest = config.data.prompt_length + config.episode_tokens
-    tokens = batch.micro_batch_size * longest or batch.micro_batch_tokens or USUAL_TOKENS
+    s = SimpleNamespace(**values_in(config))
     updates = run.plan.updates
-    quarter = max(1, updates // 4)
-    temperature = config.run.eval_temperature
-    kind = config.grpo.loss_type if config.algorithm == "grpo" else config.algorithm
-    in_8_bit = optimizer.optim == "adamw_8bit"
-    warmup = config.critic.critic_warmup
+    evaluated = config.eval_sampling
+    longest = s.prompt_length + config.episode_tokens
+    tokens = s.micro_batch_size * longest or s.micro_batch_tokens or USUAL_TOKENS
+    kind = s.loss_type if config.algorithm == "grpo" else config.algorithm
+    in_8_bit = s.optim == "adamw_8bit"
     return {
         "estimator": ESTIMATORS[config.algorithm],
-        "is_v1": config.algorithm != "remax",  # verl's newer trainer has no greedy baseline
+        "is_v1": kind != "remax",  # verl's newer trainer has no greedy baseline
         "K": config.group_size - config.greedy,
-        "minibatches": max(1, batch.batch_size // batch.minibatches),
+        "minibatches": max(1, s.batch_size // s.minibatches),
         "micro_batch_tokens": max(tokens, longest),
         "max_new_tokens": config.episode_tokens,
-        "top_k": config.sampling.top_k or -1,
-        "samples": temperature != 0,
-        "eval_temperature": config.sampling.temperature if temperature is None else temperature,
-        "clip_low": 1.0 if kind == "cispo" else batch.clip_range,  # CISPO only clips from above
-        "epsilon_high": batch.epsilon_high or batch.clip_range,
-        "delta": batch.delta or NO_LIMIT,
+        "top_k": s.top_k or -1,
+        "eval_temperature": evaluated.temperature,
+        "eval_top_k": evaluated.top_k or -1,
+        "clip_low": 1.0 if kind == "cispo" else s.clip_range,  # CISPO only clips from above
+        "epsilon_high": s.epsilon_high or s.clip_range,
+        "delta": s.delta or NO_LIMIT,
         "loss_type": kind if kind in ("gspo", "cispo") else "vanilla",
         "aggregated": AGGREGATED.get(kind, "token-mean"),
-        "scale_rewards": config.grpo.scale_rewards == "group",
-        "dynamic_sampling": config.group.dynamic_sampling > 0,
-        "batches": config.group.dynamic_sampling + 1,
-        "in_loss": kl.kl_placement == "loss",
-        "kl_placement": kl.kl_placement == "reward",
+        "scale_rewards": s.scale_rewards == "group",
+        "dynamic_sampling": s.dynamic_sampling > 0,
+        "batches": s.dynamic_sampling + 1,
+        "in_loss": s.kl_placement == "loss",
+        "kl_placement": s.kl_placement == "reward",
         "kl_schedule": "adaptive" if follows_kl(config) else "fixed",
-        "kl_target": kl.targets[0].nats,
+        "kl_target": config.kl.targets[0].nats,
         "kl_horizon": kl_controller(config, updates).horizon or 1,
-        "lr_schedule": "cosine" if optimizer.lr_schedule == "cosine" else "constant",
-        "warmup_steps": optimizer.warmup_updates(updates),
+        "lr_schedule": "cosine" if s.lr_schedule == "cosine" else "constant",
+        "warmup_steps": config.optimizer.warmup_updates(updates),
         "optim": "bitsandbytes" if in_8_bit else "torch",
         "optimizer": "AdamW8bit" if in_8_bit else "AdamW",
-        "bf16": "float32" if config.model.bf16 is False else "bfloat16",
-        "lora_alpha": round(config.model.lora_alpha),
-        "critic_learning_rate": config.critic.critic_learning_rate or optimizer.learning_rate,
-        "critic_warmup": warmup and warmup + 1,  # verl trains the policy from this update on
+        "bf16": "float32" if s.bf16 is False else "bfloat16",
+        "lora_alpha": round(s.lora_alpha),
+        "critic_learning_rate": s.critic_learning_rate or s.learning_rate,
+        "critic_warmup": s.critic_warmup and s.critic_warmup + 1,  # verl trains the policy from this update on
         "num_iterations": updates,
-        "epochs": math.ceil(updates / max(1, run.data["train_prompts"] // batch.batch_size)),
-        "eval_every": config.run.eval_every or quarter,
-        "save_every": config.run.save_every or quarter,
-        "output": Path(config.run.output).resolve().name,
-        "report_to": ["console", *{"wandb"}.intersection(config.record.report_to or ())],
+        "eval_every": s.eval_every or max(1, updates // 4),
+        "save_every": s.save_every or max(1, updates // 4),
+        "output": Path(s.output).resolve().name,
     }
 
 
@@ -257,23 +251,21 @@ def without_option(config: Config) -> dict[str, str]:
     with its default is among these only if verl's behaviour differs from it."""
     row = ALGORITHMS[config.algorithm]
     values = values_in(config)
-    rules = config.reward.reward_func
+    s = SimpleNamespace(**values)
+    replaces = "not used: the reward functions replace it"
     cases = {
-        "critic": (values["critic"] != "separate", "a second network that starts from the start model"),
+        "critic": (s.critic != "separate", "a second network that starts from the start model"),
         "kl_schedule": (
             config.kl.steered and not follows_kl(config),
             "beta stays kl_coef: only one target per token can be followed, with the KL in the reward",
         ),
         "clip_range": (config.algorithm == "rloo", "the ratio of each token is clipped, not of the completion"),
-        "scale_rewards": (values["scale_rewards"] == "batch", "not divided"),
-        "lr_schedule": (values["lr_schedule"] == "linear", "constant"),
-        "weight_decay": (values["weight_decay"] > 0, "biases and norms decay, too"),
-        "minibatches": (values["batch_size"] % values["minibatches"] > 0, "whole prompts per optimizer step"),
-        "lora_alpha": (values["lora_alpha"] % 1 > 0, "rounded"),
-        "rm_model": (
-            values["rm_model"] is not None,
-            "not used: the reward functions replace it" if rules else "its scores are not calibrated",
-        ),
+        "scale_rewards": (s.scale_rewards == "batch", "not divided"),
+        "lr_schedule": (s.lr_schedule == "linear", "constant"),
+        "weight_decay": (s.weight_decay > 0, "biases and norms decay, too"),
+        "minibatches": (s.batch_size % s.minibatches > 0, "whole prompts per optimizer step"),
+        "lora_alpha": (s.lora_alpha % 1 > 0, "rounded"),
+        "rm_model": (s.rm_model is not None, replaces if s.reward_func else "its scores are not calibrated"),
     }
     found = {name: why for name, (differs, why) in cases.items() if differs and name not in row.foreign}
     known = {name for _, name, _, _ in Formatter().parse(EVERY_PART)} | {*ELSEWHERE, *cases, *row.foreign}

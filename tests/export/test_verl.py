@@ -38,7 +38,7 @@ def shared_words(completions, question, system, **_):
     return [n + 10 * bool(s) for n, s in zip(shared, system)]
 """
 FUNCTIONS = ("--rm-model", "none", "--reward-func")
-PLAN = SimpleNamespace(plan=SimpleNamespace(updates=40), data={"train_prompts": 100})
+PLAN = SimpleNamespace(plan=SimpleNamespace(updates=40))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def recorded(configured):
 
 
 def listed(config: Config) -> dict[str, str]:
-    """Return the options in the script of a run of 40 updates with 100 prompts."""
+    """Return the options in the script of a run of 40 updates."""
     return dict(
         line.strip().split("=", 1) for line in run_script(config, PLAN, {}).splitlines() if line.startswith("    ")
     )
@@ -87,7 +87,7 @@ def test_rows_give_the_prompts_of_the_run(recorded, tmp_path, flags):
         chats = [row["prompt"] for row in rows]
         ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True).input_ids
         assert ids == [list(prompt.ids) for prompt in prompts]
-        for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True), 7 if name == "val" else 0):
             columns = prompt.example.columns
             stored = json.loads(row["extra_info"]["row"])
             assert row["reward_model"] == {"style": "rule", "ground_truth": str(columns["answer"])}
@@ -152,7 +152,6 @@ def test_the_options_of_grpo(configured):
         "actor_rollout_ref.actor.kl_loss_coef": "0.02",
         "actor_rollout_ref.actor.kl_loss_type": "low_var_kl+",
         "trainer.total_training_steps": "40",
-        "trainer.total_epochs": "3",  # 100 prompts give 16 whole batches of 6
         "trainer.test_freq": "50",
         "trainer.save_freq": "10",
     }
@@ -185,8 +184,9 @@ def test_the_options_of_ppo(configured):
         "actor_rollout_ref.rollout.load_format": "safetensors",
         "actor_rollout_ref.rollout.n": "2",
         "actor_rollout_ref.rollout.top_k": "5",
-        "actor_rollout_ref.rollout.val_kwargs.do_sample": "False",
-        "actor_rollout_ref.rollout.val_kwargs.temperature": "0.0",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": "True",
+        "actor_rollout_ref.rollout.val_kwargs.temperature": "0.7",
+        "actor_rollout_ref.rollout.val_kwargs.top_k": "1",  # greedy
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "216",  # 2 episodes of 100 + 8 tokens
         "actor_rollout_ref.actor.clip_ratio_c": "3.0",
         "actor_rollout_ref.actor.optim.lr": "0.001",

@@ -10,13 +10,19 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.testing import assert_close
 
+from rlhf.algorithms.classes import CLASSES
 from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.models.actor_critic import PolicyOutputs
 from rlhf.rewards.find import find_rewards
 from rlhf.rewards.rewards import Rewards
+from rlhf.rollout.completions import Rollout
 from tests.documents import ROOT
 from tests.exports import export, options_in, record_run
 
@@ -47,10 +53,10 @@ def exported(configured, tmp_path):
     if VERL is None:
         pytest.skip("VERL_PYTHON is not set: the Python of an environment with verl 0.9.1")
 
-    def make(*flags: object, algorithm: str):
+    def make(*flags: object, algorithm: str, **more: object):
         config = configured(*flags, algorithm=algorithm)
         options = options_in(export(record_run(config)) / "run.sh", tmp_path)
-        given = {"options": [f"{name}={value}" for name, value in options.items()], "completions": COMPLETIONS}
+        given = {"options": [f"{name}={value}" for name, value in options.items()], "completions": COMPLETIONS, **more}
         env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run([VERL, SIDE], input=json.dumps(given), capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr[-2_000:]
@@ -87,3 +93,54 @@ def test_verl_reads_the_export_of_a_run(exported, tmp_path, algorithm):
 def test_verl_reads_the_export_of_a_run_with_a_reward_model(exported):
     _, found = exported(algorithm="ppo")
     assert found["scores"] == []
+
+
+# two prompts with 2 completions each, of ReMax with a greedy one each
+LENGTHS = [5, 3, 4, 2]
+KINDS = {
+    "ppo": "--gamma 0.95 --lam 0.9 --value-coef 0 --critic separate --kl-coef 0.3 --epsilon-high 0.1",
+    "grpo": "--kl-placement loss --kl-coef 0.3 --scale-rewards group",
+    "grpo of whole completions": "--loss-type gspo --clip-range 0.05",
+    "grpo with weights": "--loss-type cispo --epsilon-high 0.1",
+    "grpo with a constant length": "--loss-type dr_grpo --kl-placement loss --delta 1.3",
+    "grpo by completion": "--loss-type grpo --kl-placement none",
+    "rloo": "--kl-coef 0.3",
+    "reinforce_pp": "--gamma 0.9 --kl-coef 0.3",
+    "remax": "--kl-coef 0.3",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_options_give_the_gradients_of_the_run(exported, kind):
+    """From scores and log-probabilities on. The policies differ, except where the ratio is another one (RLOO: of whole
+    completions here) or absent (the KL loss)."""
+    algorithm = kind.partition(" ")[0]
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(5).expand(4, 5) < torch.tensor(LENGTHS).unsqueeze(1)
+    old, reference, values, noise = (torch.randn(4, 5, generator=generator, dtype=torch.float64) for _ in range(4))
+    scores = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    baselines = torch.tensor([0.25, 1.5], dtype=torch.float64).repeat_interleave(2)
+    new = old if algorithm == "rloo" or "--kl-placement loss" in KINDS[kind] else old + 0.1 * noise
+    batch = {"old": old, "new": new, "reference": reference, "values": values, "mask": mask.double(),
+             "scores": scores, "baselines": baselines, "groups": torch.tensor([0, 0, 1, 1])}  # fmt: skip
+    flags = ("--batch-size", 2, "--K", {"remax": 3}.get(algorithm, 2), "--rm-model", "none", *KINDS[kind].split())
+    given = {name: tensor.tolist() for name, tensor in batch.items()}
+    config, found = exported(*flags, "--reward-func", "word_penalty", algorithm=algorithm, batch=given)
+    if algorithm == "remax":  # here the greedy completion follows those of its prompt, without tokens in a mask
+        rows = torch.tensor([0, 1, 4, 2, 3, 4])
+        old, new, reference, values, mask = (
+            torch.cat([t, torch.zeros_like(t[:1])])[rows] for t in (old, new, reference, values, mask)
+        )
+        scores = torch.tensor([1.0, -2.0, 0.25, 0.5, 3.0, 1.5], dtype=torch.float64)
+    completions = SimpleNamespace(action_mask=mask, ended=torch.ones(len(mask), dtype=bool), sampled_logprobs=None)
+    rollout = Rollout(completions, [], old, reference, values)
+    ours = CLASSES[algorithm](config)
+    experience = ours.advantages(rollout, scores, config.kl.kl_coef)
+    logprobs = new.clone().requires_grad_()
+    outputs = PolicyOutputs(logprobs, torch.zeros_like(logprobs), values)
+    loss, _ = ours.loss(experience, torch.arange(len(mask)), outputs, mask.sum())
+    loss.backward()
+    expected = torch.tensor(found["gradient"], dtype=torch.float64)
+    assert expected.abs().sum() > 0.01
+    # verl adds 1e-6 to a standard deviation, and 1e-4 is added here
+    assert_close(logprobs.grad[mask.any(1)], expected, rtol=1e-3 if "group" in KINDS[kind] else 1e-6, atol=1e-9)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from pyarrow import parquet
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3Config
 
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE
 from rlhf.config import parse_cli
@@ -30,6 +30,7 @@ from rlhf.settings.types import IN_PYTHON
 from tests.documents import ROOT
 from tests.exports import export, options_in, record_run
 from tests.settings.test_settings_act import BY_GRPO_RUN, BY_RUN, IN_BOTH
+from tests.shapes import GROUPED, make_family, qwen3_tokenizer
 
 REWARD = """
 def shared_words(completions, question, system, **_):
@@ -100,6 +101,40 @@ def test_rows_give_the_prompts_of_the_run(recorded, tmp_path, flags):
 def test_the_tokenizer_keeps_the_pre_tokenizer_of_its_file(recorded):
     config = json.loads((export(recorded()) / "tokenizer" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_variables_of_the_chat_template(recorded, tmp_path):
+    """Qwen3's template without its thinking switch, and with it."""
+    start = make_family(tmp_path / "qwen3", qwen3_tokenizer(), Qwen3Config, **GROUPED)
+    flags = (
+        "--actor-model",
+        start,
+        *FUNCTIONS,
+        "length_penalty",
+        "--chat-template-kwargs",
+        '{"enable_thinking": false}',
+    )
+    folder = export(recorded(*flags))
+    options = options_in(folder / "run.sh", tmp_path)
+    assert options["+data.apply_chat_template_kwargs.enable_thinking"] == "False"
+    text = (folder / "README.md").read_text()
+    assert "chat-template-kwargs" not in text and "special tokens" not in text
+    assert not any(
+        "apply_chat_template_kwargs" in name
+        for name in options_in(export(recorded("--overwrite")) / "run.sh", tmp_path)
+    )
+
+
+def test_a_chat_template_with_the_date_gets_that_of_the_run(recorded, start_model, tmp_path, on_day):
+    start = tmp_path / "dated"
+    shutil.copytree(start_model, start)
+    file = start / "chat_template.jinja"
+    file.write_text("{{ strftime_now('%d %b %Y') }}\n" + file.read_text())
+    on_day("2026-02-03T04:05:06")
+    run = recorded("--actor-model", start)
+    on_day("2027-01-01T00:00:00")
+    tokenizer = AutoTokenizer.from_pretrained(export(run) / "tokenizer")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False).startswith("03 Feb 2026")
 
 
 def test_prompts_with_special_tokens_are_counted(recorded, tmp_path, capsys):

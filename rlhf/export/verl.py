@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
+from rlhf.algorithms.verl_names import ESTIMATORS
 from rlhf.checkpoints.model_folder import read_object
 from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
 from rlhf.checkpoints.run_record import RunRecord
@@ -18,16 +19,16 @@ from rlhf.config import config_of_run
 from rlhf.data.chat_template import Messages, kwargs_of, template_for_others, with_shots
 from rlhf.data.examples import worked_examples
 from rlhf.data.prompts import Prompt, PromptSets, fingerprint, given_prompts, load_prompts
-from rlhf.export.verl_options import ESTIMATORS, run_script, without_option
+from rlhf.export.verl_options import run_script, without_option
 from rlhf.rewards.find import code_print, find_rule
 from rlhf.settings.evaluation import ExportConfig
 from rlhf.settings.fields import flag_of, replaced
 from rlhf.settings.next_commands import names_code
-from rlhf.settings.training import Config, DataSettings
+from rlhf.settings.training import Config
 from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.load_inputs import find_start_model
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import Say, UserError
+from rlhf.utils.errors import UserError
 from rlhf.utils.files import json_ready, read_jsonl, update_dir_atomically, write_json, write_text
 from rlhf.utils.paths import local_path
 
@@ -75,13 +76,7 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
     model = Path(start.folder)
     settings = replaced(settings, actor_model=str(model.resolve()) if model.is_dir() else start.folder)
     tokenizer = start.tokenizer
-    if settings.data.prompts == IN_PYTHON:
-        prompts = prompts_of_program(settings.data, tokenizer, Path(source), screen.say)
-    else:
-        prompts = load_prompts(settings.data, tokenizer, screen.say)
-    if fingerprint(prompts.train, tokenizer) != run.data["train_sha256"]:
-        place = f"--to verl, --prompts {settings.data.prompts}"
-        raise UserError("the training prompts have changed since the run", place, "Restore the data of the run")
+    prompts = prompts_of_run(settings, run, tokenizer)
     is_plain = tokenizer.chat_template is None
     every = [*prompts.train, *prompts.evaluation]
     rows = rows_for_verl(every, tokenizer, worked_examples(settings.data.few_shot))
@@ -132,11 +127,24 @@ def check_for_verl(config: Config, run: RunRecord) -> None:
             raise UserError("the reward function is not that of the run", f"--to verl, {rule}", fix)
 
 
-def prompts_of_program(data: DataSettings, tokenizer: PreTrainedTokenizerBase, folder: Path, say: Say) -> PromptSets:
-    """Return the prompts that a Python program gave to the run in `folder`."""
-    files = [folder / PROMPTS_FOLDER / f"{name}.jsonl" for name in ("train", "evaluation")]
-    given = [read_jsonl(file, "Restore the run's folder") for file in files]
-    return given_prompts(replace(data, columns=()), tokenizer, *given, say)
+def prompts_of_run(config: Config, run: RunRecord, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
+    """Return the prompts of a run, of a data file or of a Python program. Raises UserError if they have changed."""
+    data = config.data
+    folder = Path(config.run.output) / PROMPTS_FOLDER
+    fix = "Restore the data of the run"
+    quiet = Screen(quiet=True).say  # the run has printed the warnings
+    reason = "other texts"
+    try:
+        if data.prompts == IN_PYTHON:
+            given = [read_jsonl(folder / f"{name}.jsonl", fix) for name in ("train", "evaluation")]
+            prompts = given_prompts(replace(data, columns=()), tokenizer, *given, quiet)
+        else:
+            prompts = load_prompts(data, tokenizer, quiet)
+        if fingerprint(prompts.train, tokenizer) == run.data["train_sha256"]:
+            return prompts
+    except UserError as error:  # its fix is that of a training command
+        reason = error.problems[0].what
+    raise UserError(f"the prompts have changed since the run ({reason})", f"--to verl, {data.prompts}", fix)
 
 
 def rows_for_verl(

@@ -11,23 +11,11 @@ from typing import Any
 
 from rlhf.algorithms.kl_control import kl_controller
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.algorithms.verl_names import ESTIMATORS, OF_COMPLETIONS, loss_of
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
 from rlhf.settings.fields import as_text, settings_of, values_in
 from rlhf.settings.training import Config
 
-ESTIMATORS = {
-    "ppo": "gae",
-    "grpo": "grpo",
-    "rloo": "rloo",
-    "reinforce_pp": "reinforce_plus_plus",
-    "remax": "remax",
-}
-AGGREGATED = {
-    "grpo": "seq-mean-token-mean",
-    "gspo": "seq-mean-token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-    "rloo": "seq-mean-token-sum",
-}
 NO_LIMIT = 1e6  # for the ratio of the dual clip, which verl always has
 USUAL_TOKENS = 16_384  # per micro-batch: verl's default
 # the names in braces are those of settings, with their values in verl, and of `_values`
@@ -200,11 +188,11 @@ def _values(config: Config, run: RunRecord) -> dict[str, Any]:
     evaluated = config.eval_sampling
     longest = s.prompt_length + config.episode_tokens
     tokens = s.micro_batch_size * longest or s.micro_batch_tokens or USUAL_TOKENS
-    kind = s.loss_type if config.algorithm == "grpo" else config.algorithm
+    kind, aggregated = loss_of(config)
     in_8_bit = s.optim == "adamw_8bit"
     return {
         "estimator": ESTIMATORS[config.algorithm],
-        "is_v1": kind != "remax",  # verl's newer trainer has no greedy baseline
+        "is_v1": not config.greedy,  # verl's newer trainer has no greedy baseline
         "K": config.group_size - config.greedy,
         "minibatches": max(1, s.batch_size // s.minibatches),
         "micro_batch_tokens": max(tokens, longest),
@@ -216,7 +204,7 @@ def _values(config: Config, run: RunRecord) -> dict[str, Any]:
         "epsilon_high": s.epsilon_high or s.clip_range,
         "delta": s.delta or NO_LIMIT,
         "loss_type": kind if kind in ("gspo", "cispo") else "vanilla",
-        "aggregated": AGGREGATED.get(kind, "token-mean"),
+        "aggregated": aggregated,
         "scale_rewards": s.scale_rewards == "group",
         "dynamic_sampling": s.dynamic_sampling > 0,
         "batches": s.dynamic_sampling + 1,
@@ -259,7 +247,10 @@ def without_option(config: Config) -> dict[str, str]:
             config.kl.steered and not follows_kl(config),
             "beta stays kl_coef: only one target per token can be followed, with the KL in the reward",
         ),
-        "clip_range": (config.algorithm == "rloo", "the ratio of each token is clipped, not of the completion"),
+        "clip_range": (
+            loss_of(config)[1] == OF_COMPLETIONS,
+            "the ratio of each token is clipped, not of the completion",
+        ),
         "scale_rewards": (s.scale_rewards == "batch", "not divided"),
         "lr_schedule": (s.lr_schedule == "linear", "constant"),
         "weight_decay": (s.weight_decay > 0, "biases and norms decay, too"),

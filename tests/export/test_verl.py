@@ -394,8 +394,12 @@ def test_changed_data_and_reward_functions_are_refused(recorded, reward_file, tm
     reward_file.write_text(REWARD)
     with (tmp_path / "p.jsonl").open("a") as file:
         file.writelines("\n" + json.dumps({"prompt": f"u {i}", "question": "", "system": ""}) for i in range(9))
-    with user_error("--to verl", "--prompts", "p.jsonl"):
+    with user_error("--to verl", "p.jsonl"):
         export(run)
+    (tmp_path / "p.jsonl").write_text('{"prompt": ""}')
+    with user_error("--to verl", "p.jsonl") as error:
+        export(run)
+    assert "--skip-bad-rows" not in str(error.value)
     assert not (run / "verl").exists()
 
 

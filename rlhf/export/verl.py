@@ -38,7 +38,15 @@ from pathlib import Path
 
 from rlhf.export.verl_scores import reward_of_run
 
-score = reward_of_run(**{settings}, tokenizer=str(Path(__file__).parent / "tokenizer"))
+score = reward_of_run(
+    {config.reward.reward_func!r},
+    weights={config.reward.reward_weights!r},
+    keywords={config.reward.keywords!r},
+    limit_s={config.reward.reward_timeout!r},
+    longest={config.episode_tokens!r},
+    is_plain={is_plain!r},
+    tokenizer=str(Path(__file__).parent / "tokenizer"),
+)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -70,11 +78,10 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
     run that verl cannot train, and if its prompts or its reward functions have changed."""
     source = config.export.run[0]
     run = RunRecord.require(Path(source), "run")
-    settings = replaced(config_of_run(run, output=source).resolved(), resume=True)  # with the date of the run
-    check_for_verl(settings, run)
+    settings = checked_for_verl(config_of_run(run, output=source).resolved(), run)
+    settings = replaced(settings, resume=True)  # with the date of the run
     start = find_start_model(settings, "--to verl, --actor-model")
-    model = Path(start.folder)
-    settings = replaced(settings, actor_model=str(model.resolve()) if model.is_dir() else start.folder)
+    settings = replaced(settings, actor_model=absolute(start.folder), rm_model=absolute(settings.model.rm_model))
     tokenizer = start.tokenizer
     prompts = prompts_of_run(settings, run, tokenizer)
     is_plain = tokenizer.chat_template is None
@@ -94,7 +101,7 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
         write_parquet(folder / "train.parquet", rows[: len(prompts.train)])
         write_parquet(folder / "val.parquet", rows[len(prompts.train) :])
         if settings.reward.reward_func:
-            write_text(folder / "reward.py", REWARD.format(settings=reward_settings(settings, is_plain)))
+            write_text(folder / "reward.py", REWARD.format(config=settings, is_plain=is_plain))
         write_text(folder / "run.sh", run_script(settings, run, variables))
         listed = "\n".join(f"- {line}" for line in lost) or "None."
         write_text(folder / "README.md", README.format(run=settings.title, lost=listed))
@@ -106,9 +113,9 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
     screen.say(f"on the cluster: bash {config.folder / 'run.sh'}")
 
 
-def check_for_verl(config: Config, run: RunRecord) -> None:
-    """Raise UserError for a run that verl cannot train, or whose reward functions are missing or have changed. Runs no
-    code of the user."""
+def checked_for_verl(config: Config, run: RunRecord) -> Config:
+    """Return the settings with absolute paths of reward functions. Raises UserError for a run that verl cannot train,
+    or whose reward functions are missing or have changed. Runs no code of the user."""
     rules = config.reward.reward_func
     refused = {
         f"--environment {config.environment.environment}": config.environment.environment is not None,
@@ -119,12 +126,23 @@ def check_for_verl(config: Config, run: RunRecord) -> None:
         if applies:
             fix = "Export a run of one turn, with a reward and an algorithm of this project"
             raise UserError("verl cannot train this run", f"--to verl, {what}", fix)
+    found = []
     for rule in rules:
-        if rule not in names_code(rules):
+        file, _, name = rule.rpartition(":")
+        path = Path(local_path(file)).resolve()
+        is_own = bool(names_code([rule]))
+        if not is_own:
             find_rule(rule, config.reward.keywords)
-        elif not Path(local_path(rule.rpartition(":")[0])).is_file() or code_print(rule) != run.data["rules"][rule]:
+        elif not path.is_file() or code_print(rule) != run.data["rules"][rule]:
             fix = "Restore the file, and start this command in the folder in which the run was started"
             raise UserError("the reward function is not that of the run", f"--to verl, {rule}", fix)
+        found.append(f"{path}:{name}" if is_own else rule)
+    return replaced(config, reward_func=tuple(found))
+
+
+def absolute(model: str | None) -> str | None:
+    """Return the absolute path of a model's folder; a hub name, or None, as it is."""
+    return str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
 
 
 def prompts_of_run(config: Config, run: RunRecord, tokenizer: PreTrainedTokenizerBase) -> PromptSets:
@@ -183,18 +201,3 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     file = folder / TOKENIZER_CONFIG_FILE
     if tokenizer.is_fast:
         write_json(file, read_object(file) | {"tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def reward_settings(config: Config, is_plain: bool) -> dict[str, Any]:
-    """Return the arguments of `reward_of_run`, with absolute paths. `is_plain`: the run has no chat template."""
-    reward = config.reward
-    own = names_code(reward.reward_func)
-    return {
-        "names": [str(Path(local_path(rule)).resolve()) if rule in own else rule for rule in reward.reward_func],
-        # without that of the reward model
-        "weights": reward.reward_weights and reward.reward_weights[-len(reward.reward_func) :],
-        "keywords": reward.keywords,
-        "limit_s": reward.reward_timeout,
-        "is_plain": is_plain,
-        "longest": config.episode_tokens,
-    }

@@ -19,8 +19,8 @@ def reward_of_run(
     weights: Sequence[float] | None,
     keywords: Sequence[str],
     limit_s: float,
-    is_plain: bool,
     longest: int,
+    is_plain: bool,
     tokenizer: str,
 ) -> Callable[[str, dict[str, Any]], float]:
     """Return a function of a completion's text and verl's `extra_info`, which gives the weighted sum of the reward
@@ -28,14 +28,15 @@ def reward_of_run(
 
     Args:
         names: the functions, as in --reward-func.
-        weights: one per function; None: all 1.
+        weights: of the functions, after that of a reward model; None: all 1.
         keywords: for keyword_bonus.
         limit_s: the time limit of a function, in seconds.
-        is_plain: the run has no chat template.
         longest: tokens of the longest completion. A shorter text counts as one that ended with EOS.
+        is_plain: the run has no chat template.
         tokenizer: folder of the run's tokenizer. verl gives only texts, so completion_ids are those of the text.
     """
     encoder = load_tokenizer(tokenizer, is_plain)
+    weights = weights and weights[-len(names) :]
     rewards = Rewards([find_rule(name, keywords) for name in names], weights, encoder, limit_s)
 
     def score(text: str, extra_info: dict[str, Any]) -> float:

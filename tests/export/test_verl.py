@@ -325,14 +325,17 @@ def test_a_setting_that_the_script_does_not_name_is_listed(configured, monkeypat
     assert "eval_prompts" in without_option(configured())
 
 
-def test_what_is_lost_is_printed_and_in_the_readme(recorded, capsys):
-    folder = export(recorded("--missing-eos-penalty", 2, "--stop", "x", "--weight-decay", 0.1))
+def test_what_is_lost_is_printed_and_in_the_readme(recorded, reward_folder, tmp_path, monkeypatch, capsys):
+    shutil.copytree(reward_folder, tmp_path / "rm")
+    monkeypatch.chdir(tmp_path)
+    folder = export(recorded("--rm-model", "./rm", "--missing-eos-penalty", 2, "--stop", "x", "--weight-decay", 0.1))
     text = (folder / "README.md").read_text()
     out = capsys.readouterr().out
     for name in ("missing_eos_penalty", "stop", "weight_decay", "critic", "kl_schedule", "rm_model"):
         assert flag_of(name) in text and flag_of(name) in out
     assert "--output" not in text and "--eval-prompts" not in text
     assert not (folder / "reward.py").exists()
+    assert options_in(folder / "run.sh", tmp_path)["reward.reward_model.model_path"] == str(tmp_path / "rm")
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------

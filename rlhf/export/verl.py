@@ -133,7 +133,7 @@ def checked_for_verl(config: Config, run: RunRecord) -> Config:
         is_own = bool(names_code([rule]))
         if not is_own:
             find_rule(rule, config.reward.keywords)
-        elif not path.is_file() or code_print(rule) != run.data["rules"][rule]:
+        elif not path.is_file() or code_print(rule) != run.data["rules"].get(rule):
             fix = "Restore the file, and start this command in the folder in which the run was started"
             raise UserError("the reward function is not that of the run", f"--to verl, {rule}", fix)
         found.append(f"{path}:{name}" if is_own else rule)

@@ -95,6 +95,13 @@ def test_verl_reads_the_export_of_a_run_with_a_reward_model(exported):
     assert found["scores"] == []
 
 
+def test_verl_reads_the_numbers_of_smollm2_as_single_digits(exported, smollm2):
+    """transformers drops the pre-tokenizer for digits of this tokenizer, unless its class is a general one."""
+    config, found = exported("--actor-model", smollm2, algorithm="ppo")
+    sets = load_prompts(config.data, load_tokenizer(str(smollm2)), say=lambda _: None)
+    assert found["train"] == [list(prompt.ids) for prompt in sets.train]
+
+
 # two prompts with 2 completions each, of ReMax with a greedy one each
 LENGTHS = [5, 3, 4, 2]
 KINDS = {

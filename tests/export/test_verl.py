@@ -98,9 +98,19 @@ def test_rows_give_the_prompts_of_the_run(recorded, tmp_path, flags):
             assert row["data_source"] == "rlhf"
 
 
-def test_the_tokenizer_keeps_the_pre_tokenizer_of_its_file(recorded):
-    config = json.loads((export(recorded()) / "tokenizer" / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+def test_the_tokenizer_keeps_the_pre_tokenizers_of_its_file(recorded, start_model, tmp_path):
+    """SmolLM2's class drops that for digits when transformers loads the model's own folder."""
+    start = tmp_path / "digits"
+    shutil.copytree(start_model, start)
+    file = start / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = json.loads((start / "tokenizer.json").read_text())
+    parts = [{"type": "Digits", "individual_digits": True}, tokenizer["pre_tokenizer"]]
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    (start / "tokenizer.json").write_text(json.dumps(tokenizer))
+    folder = export(recorded("--actor-model", start))
+    loaded = [AutoTokenizer.from_pretrained(path) for path in (folder / "tokenizer", start)]
+    assert ["Digits" in repr(one.backend_tokenizer.pre_tokenizer) for one in loaded] == [True, False]
 
 
 def test_variables_of_the_chat_template(recorded, tmp_path):

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 from rlhf.algorithms.verl_names import ESTIMATORS
+from rlhf.checkpoints.model_folder import read_object
 from rlhf.checkpoints.run_folder import PROMPTS_FOLDER
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
@@ -27,7 +29,7 @@ from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.load_inputs import find_start_model
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import json_ready, read_jsonl, update_dir_atomically, write_text
+from rlhf.utils.files import json_ready, read_jsonl, update_dir_atomically, write_json, write_text
 from rlhf.utils.paths import local_path
 
 REWARD = '''"""The reward functions of a run, as verl calls them: with one completion at a time."""
@@ -95,7 +97,7 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
         lost.append(f"{other} of {len(every)} prompts have other ids in verl: they contain special tokens as text")
 
     def write(folder: Path) -> None:
-        tokenizer.save_pretrained(folder / "tokenizer")
+        save_tokenizer(tokenizer, folder / "tokenizer")
         write_parquet(folder / "train.parquet", rows[: len(prompts.train)])
         write_parquet(folder / "val.parquet", rows[len(prompts.train) :])
         if settings.reward.reward_func:
@@ -191,3 +193,11 @@ def write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer with a class that does not drop a pre-tokenizer of its file, as GPT2Tokenizer does."""
+    tokenizer.save_pretrained(folder)
+    file = folder / TOKENIZER_CONFIG_FILE
+    if tokenizer.is_fast:
+        write_json(file, read_object(file) | {"tokenizer_class": "PreTrainedTokenizerFast"})

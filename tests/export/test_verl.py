@@ -99,7 +99,7 @@ def test_rows_give_the_prompts_of_the_run(recorded, tmp_path, flags):
 
 
 def test_the_tokenizer_keeps_the_pre_tokenizers_of_its_file(recorded, start_model, tmp_path):
-    """SmolLM2's class drops that for digits when transformers loads the model's own folder."""
+    """SmolLM2's class, with which transformers drops that for digits."""
     start = tmp_path / "digits"
     shutil.copytree(start_model, start)
     file = start / "tokenizer_config.json"

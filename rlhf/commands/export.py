@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.settings.evaluation import parse_export_cli
-from rlhf.utils.console import Screen, quiet_imports
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import check_folder
-from rlhf.utils.libraries import check_libraries
+from rlhf.utils.libraries import check_libraries, import_libraries
 
 INTERRUPTED = "stopped"  # printed after Ctrl-C
 
@@ -22,8 +22,8 @@ def export_command(argv: list[str] | None = None) -> None:
     if folder.exists():
         raise UserError("already exists", f"--output {folder}", "Give a new folder, or remove that one")
     screen = Screen()
-    quiet_imports()
     check_libraries()
+    import_libraries(screen)
     if config.export.to == "verl":
         from rlhf.export.verl import export_verl
 

@@ -79,13 +79,11 @@ def export_gguf(config: ExportConfig, screen: Screen) -> None:
         if rows and not changes.mean() < MOST_CHANGED:
             what = f"the file changes log-probabilities by {changes.mean():.3g} nats per token, and is not kept"
             raise RunError(what, f"--type {asked.type}", f"Use --type f16, or {CONVERTER}")
-        text = modelfile(file.name, tokenizer, settings, shots, model.config)
+        text = modelfile(file.name, tokenizer, settings, shots)
         write_text(staging / "Modelfile", text)
         rename_synced(staging, folder)
     if "TEMPLATE" not in text:
-        screen.say(
-            "note: the chat template is not ChatML, and the Modelfile has none: Ollama translates that of the file"
-        )
+        screen.say("note: no TEMPLATE in the Modelfile, because the chat template is not ChatML: Ollama translates it")
     if rows:
         screen.say(f"compared the file with the model: {len(changes):,} tokens of {len(rows)} completions of the run")
         screen.say(f"difference of log-probabilities: mean {changes.mean():.2g}, largest {changes.max():.2g} nats")
@@ -125,7 +123,7 @@ def steps_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     first = backend["pre_tokenizer"] or {}
     steps = first.get("pretokenizers", [first]) if backend["model"]["type"] == "BPE" else []
-    return tuple(step.get("pattern", step).get("Regex") or step["type"] for step in steps)
+    return tuple(step.get("pattern", step).get("Regex") or step.get("type") for step in steps)
 
 
 def whole_model(source: ModelRef, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -235,6 +233,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, folder
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     saved = SpecialVocab(folder, load_merges=True)
+    saved.chat_template = tokenizer.chat_template  # old releases do not read its file
     # BOS if the tokenizer adds it, and the run's prompts have it: a chat template may not write it
     saved.add_special_token["bos"] = encode_prompt(tokenizer, SOME_CHAT)[:1] == tokenizer("").input_ids[:1]
     saved.add_to_gguf(writer)

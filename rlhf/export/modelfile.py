@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import jinja2
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import Messages, render_chat, with_shots
-from rlhf.data.tokenizer import context_of, eos_ids
+from rlhf.data.tokenizer import eos_ids
 from rlhf.settings.training import Config
 
 TURN = "<|im_start|>{}\n{}<|im_end|>\n"  # of ChatML
-LEAST_CONTEXT = 4096  # tokens, for a conversation of several turns
+LEAST_CONTEXT = 4096  # tokens, for a conversation of several turns; Ollama uses the model's if that is smaller
 
 
-def modelfile(
-    file: str, tokenizer: PreTrainedTokenizerBase, settings: Config, shots: Messages, config: PreTrainedConfig
-) -> str:
+def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, settings: Config, shots: Messages) -> str:
     """Return the text of a Modelfile for a GGUF file beside it."""
     sampling = settings.sampling
-    needed = settings.data.prompt_length + sampling.max_new_tokens
-    parameters = {
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": 0,  # Ollama's default settings would change the distribution
-        "repeat_penalty": 1,
-        "num_predict": sampling.max_new_tokens,
-        "num_ctx": min(context_of(config) or needed, max(needed, LEAST_CONTEXT)),
-    }
-    stops = [*tokenizer.convert_ids_to_tokens(eos_ids(tokenizer)), *sampling.stops]
+    context = max(settings.data.prompt_length + sampling.max_new_tokens, LEAST_CONTEXT)
     lines = [f"FROM ./{file}"]
     if tokenizer.chat_template is None:
         texts = with_shots(tokenizer, [{"role": "user", "content": "{{ .Prompt }}"}], shots)
@@ -36,9 +24,17 @@ def modelfile(
     else:
         lines += [quoted("TEMPLATE", template) for template in ollama_template(tokenizer)]
         lines += [quoted(f"MESSAGE {shot['role']}", shot["content"]) for shot in shots]
-    lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
-    lines += [quoted("PARAMETER stop", stop) for stop in stops]
-    return "\n".join(lines) + "\n"
+    lines += [
+        f"PARAMETER temperature {sampling.temperature:g}",
+        f"PARAMETER top_k {sampling.top_k}",
+        f"PARAMETER top_p {sampling.top_p:g}",
+        "PARAMETER min_p 0",  # Ollama's default settings would change the distribution
+        "PARAMETER repeat_penalty 1",
+        f"PARAMETER num_predict {sampling.max_new_tokens}",
+        f"PARAMETER num_ctx {context}",
+    ]
+    stops = [*tokenizer.convert_ids_to_tokens(eos_ids(tokenizer)), *sampling.stops]
+    return "\n".join([*lines, *(quoted("PARAMETER stop", stop) for stop in stops), ""])
 
 
 def quoted(words: str, text: str) -> str:

@@ -21,7 +21,7 @@ import export_model
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
-from rlhf.data.tokenizer import load_config, load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.export import gguf as export_gguf
 from rlhf.export.gguf import WORDS
 from rlhf.export.modelfile import modelfile
@@ -59,9 +59,9 @@ def finished(runs, tmp_path):
     return lambda algorithm: Path(shutil.copytree(runs[algorithm, 1], tmp_path / f"My {algorithm} run"))
 
 
-def put_tokenizer(folder: Path, steps: list) -> None:
+def put_tokenizer(folder: Path, steps: list | None) -> None:
     tokenizer = smollm2_tokenizer()
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.backend_tokenizer.pre_tokenizer = steps and pre_tokenizers.Sequence(steps)
     tokenizer.save_pretrained(folder)
 
 
@@ -192,11 +192,11 @@ MESSAGE user """1 + 1?"""
 MESSAGE assistant """2"""
 PARAMETER temperature 0.9
 PARAMETER top_k 0
-PARAMETER top_p 1.0
+PARAMETER top_p 1
 PARAMETER min_p 0
 PARAMETER repeat_penalty 1
 PARAMETER num_predict 8
-PARAMETER num_ctx 512
+PARAMETER num_ctx 4096
 PARAMETER stop """<|im_end|>"""
 PARAMETER stop """
 Question:"""
@@ -231,7 +231,7 @@ def test_templates_of_a_base_model_of_thinking_and_of_others(runs):
         ("{% for m in messages %}<s>{{ m['content'] }}{% endfor %}", ""),
     ):
         tokenizer.chat_template = template
-        found = modelfile("x.gguf", tokenizer, settings, SHOTS, load_config(str(run)))
+        found = modelfile("x.gguf", tokenizer, settings, SHOTS)
         assert text in found and ("TEMPLATE" in found) == (text != "")
 
 
@@ -283,8 +283,9 @@ def test_what_a_file_cannot_contain(finished, refused):
         put_model(run, config)
         refused(run, "--to gguf", part, "convert_hf_to_gguf.py", "--merge-lora")
     put_model(run, FAMILIES["llama"])
-    put_tokenizer(run, [pre_tokenizers.Whitespace()])
-    refused(run, "--to gguf", "tokenizer")
+    for steps in ([pre_tokenizers.Whitespace()], None):
+        put_tokenizer(run, steps)
+        refused(run, "--to gguf", "tokenizer")
 
 
 def test_without_the_library(finished, refused, monkeypatch):

@@ -100,16 +100,21 @@ def test_llama_cpp_generates_the_same_tokens(run, llama_python):
             assert tokens == expected
         else:
             assert gaps[same] < NEAR, f"token {same} of {chat}"
-        equal.append(len(expected) if same is None else same)
-    print("equal tokens:", equal)
-    assert sum(equal) > LENGTH * len(QUESTIONS) / 3
+        equal.append(same is None)
+    print("equal completions:", equal)
+    assert sum(equal) > len(QUESTIONS) / 2
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "llama-3"])
 def test_llama_cpp_computes_the_same_logits(runs, llama_python, tmp_path, family):
-    """Of tiny models with random weights. The longest wavelengths of Llama 3's rope scaling need many tokens."""
+    """Of tiny models with random weights, large enough that the positions matter: without Llama 3's rope scaling, the
+    logits differ by 1."""
     folder = Path(shutil.copytree(runs["ppo", 1], tmp_path / "run"))
     model = put_model(folder, FAMILIES.get(family) or LlamaConfig(**SHAPE, rope_parameters=LLAMA3))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim == 2 else 1)
+    model.save_pretrained(folder)
     if family == "llama-3":
         put_tokenizer(folder, LLAMA3_STEPS)
     export_model.main([str(folder), "--to", "gguf"])
@@ -120,4 +125,4 @@ def test_llama_cpp_computes_the_same_logits(runs, llama_python, tmp_path, family
         expected = model(torch.tensor([ids])).logits[0]
     difference = (torch.tensor(found["logits"]) - expected).abs().max()
     print(family, float(difference), float(expected.std()))
-    assert difference < 0.01 < expected.std() / 4
+    assert difference < 0.05 < expected.std() / 4

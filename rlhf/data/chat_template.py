@@ -39,7 +39,6 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Messages, **more: 
 
     A chat template that writes the present date (Llama 3.1 and 3.2, Granite) gets the tokenizer's date: otherwise the
     prompts of a run that is resumed, or evaluated, on another day would differ from those that it was trained on.
-    `kwargs_of` the tokenizer are variables of the template, too.
     """
     date = date_of(tokenizer)
     template = None if date is None else _at_date(tokenizer.chat_template, date)  # None: the tokenizer's own
@@ -77,15 +76,16 @@ def date_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def kwargs_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the variables that `render_chat` gives to the chat template; {} without any."""
+    """Return the variables that `render_chat` gives to the chat template."""
     return tokenizer.init_kwargs.get(KWARGS, {})
 
 
 def template_rows(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Return the rows of a plan, or of an evaluation, about the date in prompts and the chat template's variables."""
     date = date_of(tokenizer)
-    rows = [] if date is None else [("date", f"{date}: the chat template writes it into all prompts")]
-    return [*rows, *([("chat template", f"with {given}")] if (given := kwargs_of(tokenizer)) else [])]
+    rows = {"date": date and f"{date}: the chat template writes it into all prompts"}
+    rows[KWARGS] = str(kwargs_of(tokenizer) or "")
+    return [row for row in rows.items() if row[1]]
 
 
 def today() -> str:

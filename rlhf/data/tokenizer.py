@@ -53,7 +53,7 @@ def load_tokenizer(
         tokenizer.init_kwargs[DATE] = trained_at or date or today()
     trained_with = tokenizer.init_kwargs.pop(KWARGS, {})
     variables = trained_with if kwargs is None else json.loads(kwargs)
-    if tokenizer.chat_template is not None and variables:
+    if variables and not plain:
         tokenizer.init_kwargs[KWARGS] = variables
     if tokenizer.eos_token_id is None:
         raise UserError("no EOS token", f"tokenizer of {name}", "Set eos_token in its tokenizer_config.json")
@@ -68,18 +68,15 @@ def load_tokenizer(
     return tokenizer
 
 
-def check_kwargs(tokenizer: PreTrainedTokenizerBase, data: Any, place: str) -> None:
+def check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: str | None, place: str) -> None:
     """Raise UserError if the chat template of the model at `place` does not read all of --chat-template-kwargs."""
-    kwargs = None if data.plain_prompts else data.chat_template_kwargs
-    template = tokenizer.chat_template or ""
-    names = json.loads(kwargs or "{}")
-    unread = [name for name in names if name in SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template)]
-    if unread:
-        raise UserError(
-            f"no chat template with a variable {', '.join(unread)} to set",
-            f"--chat-template-kwargs {kwargs}, {place}",
-            "Remove it, or give variables that the model's chat template reads",
-        )
+    for name in json.loads(kwargs or "{}"):
+        if name in SET_HERE or not re.search(rf"\b{re.escape(name)}\b", tokenizer.chat_template or ""):
+            raise UserError(
+                f"no chat template with a variable {name} to set",
+                f"--chat-template-kwargs {kwargs}, {place}",
+                "Remove it, or give variables that the model's chat template reads",
+            )
 
 
 def _restore_pre_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -182,8 +179,8 @@ def config_values(name: str) -> dict[str, Any]:
 def values_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the values of a language model's config, with the usual names: GPT-2 calls them n_layer and so on.
 
-    The context of a model with longrope (Phi-3) is that of its short factors: one text above it would change the
-    log-probs of all others in the same forward pass, and those of its own first tokens.
+    With longrope (Phi-3) the context is that of its short factors: one longer text would change all log-probs of a
+    forward pass.
     """
     text = config.get_text_config()
     values = {**text.to_dict(), **{key: getattr(text, key) for key in (*SIZES, TIED) if hasattr(text, key)}}

@@ -35,8 +35,8 @@ def make_rewards(
         from rlhf.rewards.reward_model import RewardModel
 
         dtype = autocast_dtype(config.model.bf16, device)
-        how = {"text": config.model.rm_text, "date": date, "kwargs": config.data.chat_template_kwargs}
-        model = RewardModel.load(sources.folder, device, dtype, **how)
+        how = config.model.rm_text, date, config.data.chat_template_kwargs
+        model = RewardModel.load(sources.folder, device, dtype, "--rm-model", *how)
         model.budget = budget_of(device, config)
     learned = [LearnedReward(model)] if model is not None else []
     return Rewards([*learned, *sources.rules], sources.weights, tokenizer, config.reward.reward_timeout), model

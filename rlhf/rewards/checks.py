@@ -83,8 +83,8 @@ def check_reward_folder(
 
 
 def encodes_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """True if both tokenizers make the same ids of every prompt: the same rules, tokens, chat template and its
-    variables."""
+    """True if both tokenizers make the same ids of every prompt: the same rules, tokens and chat template, with
+    equal variables."""
     if not (one.is_fast and other.is_fast) or one.chat_template != other.chat_template:
         return False
     if date_of(one) != date_of(other) or kwargs_of(one) != kwargs_of(other):

@@ -151,7 +151,7 @@ def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardM
     base = find_model(config.training.base_model, "--base-model")
     data = config.data
     tokenizer = load_tokenizer(base, data.plain_prompts, from_first(today), data.chat_template_kwargs)
-    check_kwargs(tokenizer, data, f"--base-model {config.training.base_model}")
+    check_kwargs(tokenizer, data.chat_template_kwargs, f"--base-model {config.training.base_model}")
     set_seed(config.training.rm_seed)  # the new head is initialised from torch's global generator
     model_config = load_config(base)
     model_config.num_labels = 1

@@ -84,7 +84,8 @@ def reward_model_line(config: Config) -> str:
         wanted |= {"base_model": start, "actor_model": start}
     if data.prompts not in (policy["prompts"][0], usual.data.pairs) and may_have_pairs(data.prompts, data.columns):
         wanted |= {"pairs": data.prompts, **_of_the_data(data)}
-    wanted |= {"split": data.split, **_of_the_template(data)}
+    wanted |= {"split": data.split, "plain_prompts": data.plain_prompts}
+    wanted["chat_template_kwargs"] = data.chat_template_kwargs
     return changed_command("reward-model", wanted, usual)
 
 
@@ -106,13 +107,9 @@ def training_command(made: RewardModelConfig, usual: Config) -> str:
         wanted |= {"prompts": data.pairs, **_of_the_data(data)}
     if data.split is None or (data.split.rl > 0 and data.split.evaluation > 0):  # otherwise training refuses it
         wanted["split"] = data.split
-    wanted |= _of_the_template(data)
+    wanted["plain_prompts"] = data.plain_prompts
+    wanted["chat_template_kwargs"] = data.chat_template_kwargs
     return changed_command(usual.algorithm, wanted, usual)
-
-
-def _of_the_template(data: Any) -> dict[str, Any]:
-    """Return the settings that describe how prompts are rendered."""
-    return {name: getattr(data, name) for name in ("plain_prompts", "chat_template_kwargs")}
 
 
 def _of_the_data(data: Any) -> dict[str, Any]:

@@ -39,9 +39,7 @@ class RewardDataSettings:
     columns: tuple[Renaming, ...] = same_as(DataSettings, "columns")
     skip_bad_rows: float | None = same_as(DataSettings, "skip_bad_rows")
     plain_prompts: bool = setting(False, "do not apply the base model's chat template to the prompts")
-    chat_template_kwargs: JsonObject | None = same_as(
-        DataSettings, "chat_template_kwargs", unset="those with which the base model was trained"
-    )
+    chat_template_kwargs: JsonObject | None = same_as(DataSettings, "chat_template_kwargs")
     pair_length: int = setting(
         1024,
         "largest length of prompt and completion together, in tokens; longer pairs are skipped and counted",

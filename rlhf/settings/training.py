@@ -169,8 +169,9 @@ class DataSettings:
         None,
         "JSON object of variables of the chat template, such as '{\"enable_thinking\": false}' for Qwen3, for all "
         "prompts of the run, its evaluations and chats",
-        unset="those with which the start model was trained",
+        unset="those with which the model was trained",
         needs="!plain_prompts",
+        strict=True,
     )
     few_shot: PathName | None = setting(
         None,

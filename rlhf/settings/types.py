@@ -214,9 +214,7 @@ class JsonObject(str):
     @classmethod
     def parse(cls, given: str | dict[str, Any]) -> JsonObject:
         found = given if isinstance(given, dict) else json.loads(str(given))
-        if not isinstance(found, dict):
-            raise ValueError(given)
-        return cls(json.dumps(found, sort_keys=True))
+        return cls(json.dumps({**found}, sort_keys=True))  # TypeError if it is no object
 
     expects = 'a JSON object, such as {"enable_thinking": false}'
 

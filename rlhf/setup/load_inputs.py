@@ -166,7 +166,7 @@ def find_start_model(config: Config, flag: str) -> StartModel:
         date = RunRecord.require(Path(config.run.output), "--resume, --output").date
     data = config.data
     tokenizer = load_tokenizer(folder, data.plain_prompts, date, data.chat_template_kwargs)
-    check_kwargs(tokenizer, data, f"{flag} {m.actor_model}")
+    check_kwargs(tokenizer, data.chat_template_kwargs, f"{flag} {m.actor_model}")
     values = config_values(folder)
     check_vocabulary(ids_of(tokenizer), values["vocab_size"], folder)
     targets = set(m.lora_targets) - {ALL_LINEAR} if m.use_lora and "quantization_config" not in values else set()

@@ -50,6 +50,11 @@ BY_VALUE = {
     ("rlhf.settings.translate", "REMOVED"): (OTHERS | {"reward-model"}, "only training commands "
         "had these settings"),
     ("rlhf.data.prompts", "_warn_about_lost_topics"): ({"evaluate", "compare"}, "they train on no prompt"),
+    **dict.fromkeys(
+        [("rlhf.data.prompts", "_selected"), ("rlhf.data.prompts", "_no_prompts"),
+         *((f"rlhf.data.{name}", "") for name in ("examples", "folders", "formats", "notices", "source", "tables"))],
+        ({"export"}, "it prints what is wrong with the data of a run, and its own fix"),
+    ),
     ("rlhf.checkpoints.run_folder", "_check_content"): ({"train", "reward-model"}, "each has its own --output"),
     ("rlhf.checkpoints.model_folder", "missing_targets"): ({"reward-model", "evaluate", "compare"}, "no LoRA targets"),
     ("rlhf.models.load", "load_adapter"): ({"train"}, "it loads the adapter that it has saved, onto its own base"),

@@ -60,6 +60,16 @@ def _at_date(template: str, date: str) -> str:
     return f"{{% macro {CLOCK}(format) %}}{{{{ format{''.join(parts)} }}}}{{% endmacro %}}\n{template}"
 
 
+def template_for_others(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template with which other programs render the prompts of `encode_prompt`: with the tokenizer's
+    date. For a tokenizer without one, it joins the texts in the same way."""
+    if tokenizer.chat_template is None:
+        start = tokenizer.bos_token if _bos(tokenizer) else ""
+        return f"{{{{ {start!r} + messages | map(attribute='content') | join('\n\n') }}}}"
+    date = date_of(tokenizer)
+    return tokenizer.chat_template if date is None else _at_date(tokenizer.chat_template, date)
+
+
 def date_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the date with which `render_chat` replaces the present one; None if the chat template writes none."""
     return tokenizer.init_kwargs.get(DATE)

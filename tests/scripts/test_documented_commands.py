@@ -35,6 +35,8 @@ RUN_ELSEWHERE = {
     r"^pip install \"lm-eval": ("tests/run/test_handing_on.py", "lm_eval"),
     r"^(ruff|mypy|bash \.ci/run|python -m pytest)\b": (".ci/run", "python -m pytest"),
     r"^python export_model\.py .* gguf": ("tests/export/test_gguf.py", '"--to", "gguf"'),
+    r"^python export_model\.py .* verl": ("tests/exports.py", '"--to", "verl"'),
+    r"verl/run\.sh": ("tests/exports.py", '["bash", script'),
     r"^python examples/tiny_ppo\.py": ("tests/examples/test_tiny_ppo.py", "tiny_ppo.main(["),
     r"^python benchmarks/on_gpu\.py": ("tests/benchmarks/test_on_gpu.py", "on_gpu"),
     r"^python benchmarks/reference_pipeline": ("tests/benchmarks/test_reference_pipeline.py", "reference_pipeline"),

@@ -27,6 +27,7 @@ from rlhf.utils.errors import RunError, UserError, naming
 from rlhf.utils.files import make_folder, read_jsonl, rename_synced, staged, write_text
 from rlhf.utils.libraries import pip_install, version_of
 from rlhf.utils.paths import GGUF_SUFFIX
+from rlhf.utils.results import result
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -82,6 +83,8 @@ def export_gguf(config: ExportConfig, screen: Screen) -> None:
         text = modelfile(file.name, tokenizer, settings, shots)
         write_text(staging / "Modelfile", text)
         rename_synced(staging, folder)
+    compared = {"tokens": len(changes), "mean": changes.mean(), "largest": changes.max()} if rows else None
+    result(folder=folder, file=file.name, difference_nats=compared)
     if "TEMPLATE" not in text:
         screen.say("note: no TEMPLATE in the Modelfile, because the chat template is not ChatML: Ollama translates it")
     if rows:

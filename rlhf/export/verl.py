@@ -31,6 +31,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import json_ready, read_jsonl, update_dir_atomically, write_json, write_text
 from rlhf.utils.paths import local_path
+from rlhf.utils.results import result
 
 REWARD = '''"""The reward functions of a run, as verl calls them: with one completion at a time."""
 
@@ -107,6 +108,7 @@ def export_verl(config: ExportConfig, screen: Screen) -> None:
         write_text(folder / "README.md", README.format(run=settings.title, lost=listed))
 
     update_dir_atomically(config.folder, write)
+    result(folder=config.folder, prompts=len(prompts.train), evaluation=len(prompts.evaluation), no_counterpart=lost)
     for line in lost:
         screen.say(f"no counterpart in verl: {line}")
     screen.say(f"prompts: {len(prompts.train):,} for training, {len(prompts.evaluation):,} for evaluation")

@@ -12,6 +12,7 @@ from rlhf.data.row import Example
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.rewards import Rewards
+from rlhf.utils.errors import UserError
 
 
 def reward_of_run(
@@ -24,7 +25,7 @@ def reward_of_run(
     tokenizer: str,
 ) -> Callable[[str, dict[str, Any]], float]:
     """Return a function of a completion's text and verl's `extra_info`, which gives the weighted sum of the reward
-    functions, 0 if none applies. Raises UserError if a function does not exist.
+    functions, 0 if none applies. Raises UserError if a function does not exist, or names what verl does not give.
 
     Args:
         names: the functions, as in --reward-func.
@@ -38,6 +39,10 @@ def reward_of_run(
     encoder = load_tokenizer(tokenizer, is_plain)
     weights = weights and weights[-len(names) :]
     rewards = Rewards([find_rule(name, keywords) for name in names], weights, encoder, limit_s)
+    if rewards.named:
+        raise UserError(
+            f"verl does not give {', '.join(sorted(rewards.named))}", str(rewards), "Use other reward functions"
+        )
 
     def score(text: str, extra_info: dict[str, Any]) -> float:
         row = json.loads(extra_info["row"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -71,6 +72,19 @@ def test_training_evaluation_plot_and_comparison(answer, inputs, tmp_path):
 
     found, printed = answer("train_ppo.py", "--resume", "--output", "run")
     assert list(found["runs"]) == ["run"], "a finished run prints where it is"
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+def test_exports(answer, inputs, tmp_path):
+    answer("train_ppo.py", *inputs, "--output", "run")
+    found, printed = answer("export_model.py", "run", "--to", "gguf")
+    compared = found["difference_nats"]
+    assert (tmp_path / found["folder"] / found["file"]).is_file() and "ollama create" in printed
+    assert 0 <= compared["mean"] <= compared["largest"] < 0.1 and compared["tokens"] > 4
+    found, _ = answer("export_model.py", "run", "--to", "verl")
+    assert (tmp_path / found["folder"] / "run.sh").is_file()
+    assert found["prompts"] > 0 and any("--critic" in line for line in found["no_counterpart"])
 
 
 @pytest.mark.ci

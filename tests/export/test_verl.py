@@ -23,6 +23,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.export import verl
 from rlhf.export.verl_options import ELSEWHERE, EVERY_PART, hydra_word, run_script, without_option
+from rlhf.export.verl_scores import reward_of_run
 from rlhf.run.session import write_prompts
 from rlhf.settings.fields import flag_of, settings_of
 from rlhf.settings.training import Config
@@ -368,6 +369,14 @@ def test_compute_score_is_the_reward_of_the_run(recorded, reward_file, configure
     assert module.compute_score(solution_str="What is", **arguments) == pytest.approx(expected)
     cut = module.compute_score(solution_str="zz " * 50, **arguments)  # longer than 8 tokens: no EOS
     assert cut == pytest.approx(5 - 0.25 * len(tokenizer("zz " * 50, add_special_tokens=False).input_ids))
+
+
+def test_a_function_that_needs_more_than_a_text_is_refused_in_verl(recorded, tmp_path, user_error):
+    """`group` and `prompt_ids` are not known there; without the error they would be wrong."""
+    (tmp_path / "more.py").write_text("def ranked(completions, group, prompt_ids, **_):\n    return group\n")
+    folder = export(recorded("--rm-model", "none", "--reward-func", f"{tmp_path / 'more.py'}:ranked"))
+    with user_error("group, prompt_ids", "ranked"):
+        reward_of_run([f"{tmp_path / 'more.py'}:ranked"], None, (), 1.0, 8, False, str(folder / "tokenizer"))
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def reward_model_command(argv: list[str] | None = None, user_file: Path | None =
         return
     record = read_record(folder)
     weak = weakness(record)
-    record.pop("train_questions")  # thousands of hashes
-    result(reward_model=folder, weakness=weak, **record)
+    figures = {name: value for name, value in record.items() if name != "train_questions"}  # thousands of hashes
+    result(reward_model=folder, weakness=weak, **figures)
     screen.say(
         f"next: {training_command(config, usual)}"
         if weak is None

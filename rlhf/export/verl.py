@@ -29,7 +29,7 @@ from rlhf.settings.types import IN_PYTHON
 from rlhf.setup.load_inputs import find_start_model
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import json_ready, read_jsonl, update_dir_atomically, write_json, write_text
+from rlhf.utils.files import json_ready, read_jsonl, saving_tensors, update_dir_atomically, write_json, write_text
 from rlhf.utils.paths import local_path
 from rlhf.utils.results import result
 
@@ -199,7 +199,8 @@ def write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a tokenizer with a class that does not drop a pre-tokenizer of its file, as GPT2Tokenizer does."""
-    tokenizer.save_pretrained(folder)
+    with saving_tensors(folder):
+        tokenizer.save_pretrained(folder)
     file = folder / TOKENIZER_CONFIG_FILE
     if tokenizer.is_fast:
         write_json(file, read_object(file) | {"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -588,7 +588,7 @@ INVALID_TOKEN = HfHubHTTPError("Invalid user token.\nmore", response=RESPONSE)
 REFUSED_UPLOADS = {
     "not logged in": ({"token": None}, "hf auth"),
     "no connection": ({"info": NO_CONNECTION}, "refused)"),
-    "offline": ({"info": OfflineModeIsEnabled("no")}, "(offline"),
+    "offline": ({"info": OfflineModeIsEnabled("no")}, "HF_HUB_OFFLINE"),
     "a bad token": ({"me": INVALID_TOKEN}, "(Invalid user token.)"),
     "a read-only token": ({"me": {**ME, "auth": {"accessToken": {"role": "read"}}}}, "read"),
 }  # fmt: skip

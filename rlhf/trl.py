@@ -19,23 +19,24 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, RLOOConfig
 
 from rlhf.api import make_trainer
+from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.config import make_config
 from rlhf.data.prompts import TOKEN_IDS
 from rlhf.data.tokenizer import load_config, load_tokenizer
+from rlhf.models.device import selected_device
 from rlhf.models.load import read_model
 from rlhf.models.trl_ppo import PPOConfig, get_reward
 from rlhf.rewards.find import as_list
 from rlhf.run.export import push, saved_models
-from rlhf.run.given_models import same_tensors, stored_critic
+from rlhf.run.given_models import check_given_model, same_tensors, stored_critic
 from rlhf.settings.fields import replaced
 from rlhf.settings.training import TRACKERS
 from rlhf.trainer.loop import OnPolicyLoop
@@ -180,6 +181,10 @@ LORA_WITHOUT_EFFECT = (
     *("inference_mode", "runtime_config", "megatron_core"),
 )
 WITHOUT_LIMIT = 1_000_000  # of a setting
+COLUMNS_WITH_A_MEANING = {"system", "messages", TOKEN_IDS}  # a chat's first message, an argument of rewards, a prompt
+# what TRL's scripts read, of the transformers trainer with the run's optimizer, state and log
+OF_HOST = ("accelerator", "is_world_process_zero", "log_metrics", "lr_scheduler", "model", "optimizer", "save_metrics",
+           "save_state", "state")  # fmt: skip
 
 
 def refused(name: str, value: Any, of: type, fix: str = "") -> Problem:
@@ -398,6 +403,11 @@ def settings_of_lora(peft_config: Any, model: PreTrainedModel | str) -> tuple[di
 # --- rewards of models -----------------------------------------------------------------------------------------------
 
 
+def on_own_device(model: PreTrainedModel) -> PreTrainedModel:
+    """Move a model from the CPU to the device of this process, as TRL does."""
+    return model.to(selected_device()) if model.device.type == "cpu" else model
+
+
 class TextReward:
     """A reward model as in TRL's GRPO and RLOO: it scores prompt and completion as one text, or as a chat."""
 
@@ -420,7 +430,8 @@ class TextReward:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         rows = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
-        return self.model(**rows.to(self.model.device)).logits[:, 0].tolist()
+        model = on_own_device(self.model)
+        return model(**rows.to(model.device)).logits[:, 0].tolist()
 
 
 class IdsReward:
@@ -434,12 +445,12 @@ class IdsReward:
     @torch.no_grad()
     def __call__(self, prompt_ids, completion_ids, **_) -> list[float]:
         """Return one score per completion."""
-        device = self.model.device
+        model = on_own_device(self.model)
         parts = [
-            pad_sequence([torch.tensor(row, device=device) for row in rows], True, self.pad, padding_side=side)
+            pad_sequence([torch.tensor(row, device=model.device) for row in rows], True, self.pad, padding_side=side)
             for rows, side in ((prompt_ids, "left"), (completion_ids, "right"))
         ]
-        _, scores, _ = get_reward(self.model, torch.cat(parts, 1), self.pad, parts[0].shape[1])
+        _, scores, _ = get_reward(model, torch.cat(parts, 1), self.pad, parts[0].shape[1])
         return scores.tolist()
 
 
@@ -447,7 +458,7 @@ def reward_models(functions: Any, tokenizers: Any, variables: dict[str, Any] | N
     """Return reward functions with a TextReward for each model, which may be given by name. `variables` are
     chat_template_kwargs."""
     functions = as_list(functions)
-    tokenizers = tokenizers if isinstance(tokenizers, Sequence) else [tokenizers] * len(functions)
+    tokenizers = [None] * len(functions) if tokenizers is None else as_list(tokenizers)
     if len(tokenizers) != len(functions):
         raise UserError(
             f"{len(tokenizers)} for {len(functions)} reward functions",
@@ -473,18 +484,27 @@ def reward_models(functions: Any, tokenizers: Any, variables: dict[str, Any] | N
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a dataset. With a tokenizer, those of PPO may have ids instead of a prompt. Raises
+def rows_of(
+    dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, input_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Return the rows of a dataset, each text with the ids that TRL's trainers make of it: the names of special tokens
+    in it are these tokens. With `input_ids` (PPO), a column of this name is used in place of a prompt. Raises
     UserError."""
-    if not isinstance(dataset, Dataset | list):
-        raise UserError(f"a {type(dataset).__name__}", name, "Give one Dataset, not streamed, or a list of rows")
-    rows = [dict(row) for row in dataset]
-    if tokenizer is not None and rows and "input_ids" in rows[0]:
-        rows = [{"prompt": tokenizer.decode(row["input_ids"]), **row, TOKEN_IDS: row.pop("input_ids")} for row in rows]
-    if not rows or not all("prompt" in row for row in rows):
+    if not isinstance(dataset, Dataset):
+        raise UserError(f"a {type(dataset).__name__}", name, "Give one Dataset, not streamed")
+    has_ids = input_ids and "input_ids" in dataset.column_names
+    if not len(dataset) or not (has_ids or "prompt" in dataset.column_names):
         raise UserError("no column prompt", name, "Give rows with a prompt: a text, or a chat; in PPO also input_ids")
+    for column in COLUMNS_WITH_A_MEANING.intersection(dataset.column_names):
+        raise UserError(f"the column {column!r} has a meaning here and none in TRL", name, "Rename or remove it")
+    rows = list(dataset.with_format(None))
+    if has_ids:
+        return [{"prompt": tokenizer.decode(row["input_ids"]), **row, TOKEN_IDS: row["input_ids"]} for row in rows]
     if len({isinstance(row["prompt"], str) for row in rows}) > 1:
         raise UserError("texts and chats", name, "Give one kind of prompts")
+    if isinstance(rows[0]["prompt"], str):
+        every = tokenizer([row["prompt"] for row in rows]).input_ids
+        rows = [{**row, TOKEN_IDS: ids} for row, ids in zip(rows, every, strict=True)]
     return rows
 
 
@@ -533,8 +553,8 @@ class _Trainer:
         raise_if(problems)
         prompts = given["prompts"]
         self.args = found.args
-        self.given = {**given, "evaluation_prompts": evaluation if found.evaluates else [], "repeats": True}
-        self.callbacks = list(callbacks or ())
+        self.given = {**given, "callbacks": callbacks or (), "repeats": True,
+                      "evaluation_prompts": evaluation if found.evaluates else []}  # fmt: skip
         self.settings = {
             **settings,
             "rm_model": None,
@@ -549,16 +569,13 @@ class _Trainer:
     @cached_property
     def trainer(self) -> OnPolicyLoop:
         """The trainer of `make_trainer`, which is constructed when it is first used."""
-        trainer = make_trainer(self.config, output=self.args.output_dir, **self.given)
-        for callback in self.callbacks:
-            trainer.add_callback(callback)
-        return trainer
+        return make_trainer(self.config, output=self.args.output_dir, **self.given)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the trainer: `generate`, `step`, `state` and so on."""
+        """Return an attribute of the trainer, such as `generate` and `step`, or one of OF_HOST."""
         if name.startswith("_") or name in ("config", "args", "given", "trainer"):
             raise AttributeError(name)
-        return getattr(self.trainer, name)
+        return getattr(self.trainer.host if name in OF_HOST else self.trainer, name)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> SimpleNamespace:
         """Train, or continue from the newest checkpoint in output_dir. Returns the number of updates, the loss and the
@@ -571,30 +588,39 @@ class _Trainer:
         )
 
     def resume(self, checkpoint: bool | str) -> None:
-        """Construct the trainer so that it continues the run in output_dir. Raises UserError for a checkpoint of
-        another run, or if the trainer was used before."""
+        """Construct the trainer so that it continues the run in output_dir. Raises UserError for another checkpoint
+        than the newest, or if the trainer was used before."""
         output = Path(self.args.output_dir)
-        place = output if checkpoint is True else Path(checkpoint)
-        if output.resolve() not in (place.resolve(), *place.resolve().parents):
-            raise UserError(
-                "not a checkpoint of output_dir", f"resume_from_checkpoint={checkpoint!r}", "Give True, here resume"
-            )
+        if checkpoint is not True:
+            run = RunRecord.require(output, "resume_from_checkpoint, output_dir")
+            newest = find_checkpoints(output, run.id).newest or output
+            if Path(checkpoint).resolve() not in (output.resolve(), newest.resolve()):
+                raise UserError(
+                    f"not the newest checkpoint of output_dir, which is {newest}",
+                    f"resume_from_checkpoint={str(checkpoint)!r}",
+                    "Give True, here resume",
+                )
         if "trainer" in vars(self):
             raise UserError("this trainer was used before", "train(resume_from_checkpoint=)", "Create a new one")
         self.config = make_config(
             algorithm=self.config.algorithm, **{**self.settings, "overwrite": False, "resume": True}
         )
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the present weights on eval_dataset. Returns the metrics."""
-        return self.trainer.evaluate()
+    def evaluate(self, eval_dataset: Dataset | None = None) -> dict[str, float]:
+        """Evaluate the present weights, also on another dataset than the trainer's. Returns the metrics."""
+        if eval_dataset is None:
+            return self.trainer.evaluate()
+        is_ppo = self.config.algorithm == "ppo"
+        return self.trainer.evaluate(rows_of(eval_dataset, "eval_dataset", self.processing_class, is_ppo))
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Save the model, or the adapter, and the tokenizer; None: in output_dir of the configuration."""
         self.trainer.save_model(output_dir)
 
-    def push_to_hub(self) -> None:
-        """Upload the trained model to hub_model_id. Raises UserError without this name, or without a run."""
+    def push_to_hub(self, commit_message: str = "", blocking: bool = True, **others: Any) -> None:
+        """Upload the trained model to hub_model_id, with the run's own message and model card. Raises UserError
+        without this name, or without a run."""
+        check_others({name: value for name, value in others.items() if name in ("token", "revision")})
         folder = Path(self.args.output_dir)
         if self.args.hub_model_id is None:
             raise UserError("no name on the hub", "push_to_hub()", "Set hub_model_id='owner/name'")
@@ -603,10 +629,23 @@ class _Trainer:
         push(config, run, saved_models(folder, run)["final"], Screen())
 
 
-def check_arguments(args: Any, kind: type, others: dict[str, Any]) -> None:
-    """Raise UserError for a configuration of another class, and for arguments that are not offered."""
+def name_of(model: Any) -> str:
+    """Return the name of a model, or of the one from which an object was loaded."""
+    return model.config.name_or_path if isinstance(model, PreTrainedModel) else str(model)
+
+
+def check_arguments(args: Any, kind: type, model: Any, tokenizer: Any, others: dict[str, Any]) -> None:
+    """Raise UserError for arguments of another kind, and for those that are not offered."""
     if not isinstance(args, kind):
         raise UserError(f"a {type(args).__name__}", "args", f"Give a {kind.__name__} of rlhf.trl")
+    if model is None:
+        raise UserError("no start model", "model", "Give a name or a model, here actor_model")
+    check_given_model(model, tokenizer)
+    check_others(others)
+
+
+def check_others(others: dict[str, Any]) -> None:
+    """Raise UserError for arguments that are not offered."""
     given = [name for name, value in others.items() if value not in (None, (None, None))]
     raise_if([Problem(f"{name}= is not offered", f"{name}=", NOT_ARGUMENTS.get(name, "Remove it")) for name in given])
 
@@ -617,6 +656,7 @@ NOT_ARGUMENTS = {
     "rollout_func": "Call generate() and step() of the trainer",
     "quantization_config": "Use make_trainer() with load_in_4bit=True",
     "data_collator": "Remove it: prompts are not padded",
+    "token": "Log in: hf auth login",
 }
 
 
@@ -643,16 +683,16 @@ class _GroupTrainer(_Trainer):
         **others: Any,
     ):
         """The arguments are those of TRL 1.12. Raises UserError for values that are not offered."""
-        name = model if isinstance(model, str) else model.config.name_or_path
+        name = name_of(model)
         if args is None:  # TRL's own default; without a GPU, its bf16 needs use_cpu
             without_gpu = not torch.cuda.is_available()
             args = self.kind(f"{Path(name).name}-{self.algorithm.upper()}", use_cpu=without_gpu)
-        check_arguments(args, self.kind, others)
+        check_arguments(args, self.kind, model, processing_class, others)
         check_dropout(model, args)
-        rows = rows_of(train_dataset, "train_dataset")
-        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset")
+        tokenizer = processing_class or load_tokenizer(find_model(name, "model"))
+        rows = rows_of(train_dataset, "train_dataset", tokenizer)
+        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", tokenizer)
         found = type(self).settings_of(args, len(rows))
-        found.evaluates &= bool(evaluation)
         rewards = None
         if reward_funcs is not None:
             rewards = reward_models(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
@@ -699,12 +739,14 @@ class PPOTrainer(_Trainer):
     ):
         """The arguments are those of TRL 1.12, and `reward_funcs` in place of `reward_model`. Without `value_model`,
         the critic is a value head on the policy. Raises UserError for values that are not offered."""
-        check_arguments(args, PPOConfig, others)
-        rows = rows_of(train_dataset, "train_dataset", processing_class)
-        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", processing_class)
+        check_arguments(args, PPOConfig, model, processing_class, others)
+        tokenizer = processing_class or load_tokenizer(find_model(name_of(model), "model"))
+        if not isinstance(reward_model, PreTrainedModel | None):
+            raise UserError(f"a {type(reward_model).__name__}", "reward_model", "Give a model, or use reward_funcs")
+        rows = rows_of(train_dataset, "train_dataset", tokenizer, input_ids=True)
+        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", tokenizer, input_ids=True)
         found = settings_of_ppo(args, len(rows))
-        found.evaluates &= bool(evaluation)
-        if ref_model is not None and not (isinstance(model, nn.Module) and same_tensors(model, ref_model)):
+        if ref_model is not None and not (isinstance(ref_model, type(model)) and same_tensors(model, ref_model)):
             raise UserError(
                 "other weights than the model's", "ref_model", "Give None: the reference is the start model"
             )
@@ -719,7 +761,10 @@ class PPOTrainer(_Trainer):
             )
         if value_model is not None:
             more["critic"] = stored_critic(value_model, Path(args.output_dir))
-        pad = processing_class.pad_token_id
-        rewards = [IdsReward(reward_model, pad)] if reward_funcs is None else reward_models(reward_funcs, None)
+        rewards = (
+            [IdsReward(reward_model, tokenizer.pad_token_id)]
+            if reward_funcs is None
+            else reward_models(reward_funcs, None)
+        )
         given = {"prompts": rows, "rewards": rewards, "model": model, "tokenizer": processing_class}
         super().__init__("ppo", found, peft_config, callbacks, given, evaluation, more)

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -27,7 +28,26 @@ from rlhf.settings.training import CRITIC_FILE
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import saving_tensors, update_dir_atomically
 
-UNHASHED = ("transformers_version", "_name_or_path")  # of a model's config: they change nothing
+UNHASHED = ("transformers_version", "_name_or_path", "_from_model_config")  # of configs: they change nothing
+
+
+def check_given_model(model: Any, tokenizer: Any) -> None:
+    """Raise UserError for what is neither a name nor a model, and for what is no tokenizer."""
+    if isinstance(model, PeftModel):
+        raise UserError(
+            "a model with an adapter", "model=", "Give model.merge_and_unload(), or its base with the settings of LoRA"
+        )
+    if not isinstance(model, str | Path | PreTrainedModel | None):
+        raise UserError(f"neither a name nor a model: {model!r:.60}", "model=", "Give a causal model of transformers")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        place = "tokenizer=, processing_class="
+        raise UserError(f"not a tokenizer: {tokenizer!r:.60}", place, "Give a tokenizer of transformers")
+    if isinstance(model, PreTrainedModel):
+        try:  # now, because it is saved with the model
+            model.generation_config.validate(strict=True)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{reason:.200}", "model.generation_config", "Correct these values") from None
 
 
 def stored_start_model(
@@ -39,14 +59,7 @@ def stored_start_model(
     """Return the name of the start model: of `model`, a name or an object; None: `actor_model`. An object, or a model
     that is given with a `tokenizer`, is stored in the folder OUTPUT_start_model_HASH; without `output` in a folder
     that the program removes at its end. Raises UserError."""
-    if isinstance(model, PeftModel):
-        raise UserError(
-            "a model with an adapter", "model=", "Give model.merge_and_unload(), or its base with the settings of LoRA"
-        )
-    if not isinstance(model, str | Path | PreTrainedModel | None):
-        raise UserError(f"neither a name nor a model: {model!r:.60}", "model=", "Give a causal model of transformers")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
-        raise UserError(f"not a tokenizer: {tokenizer!r:.60}", "tokenizer=", "Give a tokenizer of transformers")
+    check_given_model(model, tokenizer)
     is_name = not isinstance(model, PreTrainedModel)
     name = str(model or actor_model)
     if is_name and tokenizer is None:
@@ -59,8 +72,11 @@ def stored_start_model(
             found = find_model(name, "model=")
             whole, tensors = read_model(AutoModelForCausalLM, found)
             check_loaded(tensors, found)
-        config = whole.config.to_diff_dict()
-        text = [{key: config[key] for key in config if key not in UNHASHED}, own.get_vocab(), own.chat_template]
+        configs = [
+            {key: value for key, value in config.to_diff_dict().items() if key not in UNHASHED}
+            for config in (whole.config, whole.generation_config)
+        ]
+        text = [configs, own.get_vocab(), own.special_tokens_map, own.chat_template]
         identity = hash_of(whole.state_dict(), json.dumps(text, sort_keys=True, default=str))
 
         def write(staging: Path) -> None:

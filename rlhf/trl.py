@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,13 +211,22 @@ class Fields:
 
     def __init__(self, args: TRLConfig, same: dict[str, str], computed: Collection[str]):
         self.args = args
-        self.settings: dict[str, Any] = {here: getattr(args, there) for there, here in {**OF_ALL, **same}.items()}
+        self.same = {**OF_ALL, **same}
+        self.settings: dict[str, Any] = {here: getattr(args, there) for there, here in self.same.items()}
         fresh = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16)
         self.evaluates = False
         self.problems = refused_fields(args, {*OF_ALL, *same, *computed, *NO_EFFECT}, fresh)
 
     def refuse(self, name: str, fix: str = "") -> None:
         self.problems.append(refused(name, getattr(self.args, name), type(self.args), fix))
+
+    def with_trls_name(self, problem: Problem) -> Problem:
+        """Return the problem of a setting, with the field that has its value in its place."""
+        place = str(problem.place)
+        names = [name for name, here in {**self.same, "beta": "kl_coef"}.items() if f"({here}=" in place]
+        if not names or not hasattr(self.args, names[0]):
+            return problem
+        return replace(problem, place=f"{type(self.args).__name__}({names[0]}=), {place}")
 
     def choice(self, name: str, table: dict[Any, Any]) -> Any:
         """Return what a field's value is in `table`."""
@@ -309,7 +318,7 @@ def settings_of_groups(args: GRPOConfig | RLOOConfig, rows: int) -> Fields:
     found = Fields(args, same, COMPUTED_OF_GRPO if is_grpo else COMPUTED_OF_GROUPS)
     batch_size = found.whole("generation_batch_size", args.num_generations)
     minibatches = found.whole("steps_per_generation", args.gradient_accumulation_steps)
-    steps = minibatches * args.num_iterations
+    steps = minibatches * max(1, args.num_iterations)
     found.use_schedule(steps)
     per_epoch = rows // batch_size
     updates = math.ceil(args.num_train_epochs * per_epoch)
@@ -546,10 +555,13 @@ class _Trainer:
         """
         problems = found.problems
         settings = {**found.settings, **more}
+        model = given["model"]
         if peft_config is not None:
-            of_lora, more_problems = settings_of_lora(peft_config, given["model"])
+            of_lora, more_problems = settings_of_lora(peft_config, model)
             settings |= of_lora
-            problems = [*problems, *more_problems]
+            problems += more_problems
+        elif isinstance(model, PreTrainedModel) and not all(weight.requires_grad for weight in model.parameters()):
+            problems.append(Problem("frozen weights", "model", "Call requires_grad_(True), or give peft_config"))
         raise_if(problems)
         prompts = given["prompts"]
         self.args = found.args
@@ -564,7 +576,10 @@ class _Trainer:
             "eval_prompts": max(1, len(evaluation)),
             "overwrite": True,  # TRL starts anew in an old folder; here the old run is kept as OUTPUT_1
         }
-        self.config = make_config(algorithm=algorithm, **self.settings)
+        try:
+            self.config = make_config(algorithm=algorithm, **self.settings)
+        except UserError as error:
+            raise UserError([found.with_trls_name(problem) for problem in error.problems]) from None
 
     @cached_property
     def trainer(self) -> OnPolicyLoop:

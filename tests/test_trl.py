@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    LlamaConfig,
     LlamaForSequenceClassification,
 )
 
@@ -34,6 +35,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.errors import UserError
 from tests.trl_fields import CONFIGS, PAGE, fields_by_use, page_with_tables
 
+TINY = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
 ROWS = [
     {"prompt": text} for text in ("the cat", "what is the capital of France?", "justify your steps", "numbers 1 2")
 ]
@@ -346,6 +348,9 @@ def test_values_become_settings(start_model, tmp_path, algorithm, changed, expec
         ("grpo", {"push_to_hub": True}, ["push_to_hub", "hub_model_id"]),
         ("grpo", {"report_to": "mlflow"}, ["report_to", "trackio"]),
         ("grpo", {"shuffle_dataset": False}, ["shuffle_dataset"]),
+        ("grpo", {"max_completion_length": 0}, ["GRPOConfig(max_completion_length=)", "max_new_tokens"]),
+        ("grpo", {"num_iterations": 0}, ["GRPOConfig(num_iterations=)", "ppo_epochs"]),
+        ("rloo", {"beta": -1.0}, ["RLOOConfig(beta=)", "kl_coef"]),
         ("grpo", {"per_device_train_batch_size": 64, "generation_batch_size": 64}, ["train_dataset", "rows"]),
     ],
 )  # fmt: skip
@@ -393,6 +398,7 @@ def test_settings_of_ppo(ppo_parts):
         ({"train_dataset": Dataset.from_list([{"prompt": "a", "messages": "b"}])}, ["train_dataset", "messages"]),
         ({"model": None}, ["model"]),
         ({"model": 3}, ["model", "3"]),
+        ({"model": LlamaForSequenceClassification(LlamaConfig(**TINY))}, ["model", "causal"]),
         ({"ref_model": "name"}, ["ref_model"]),
         ({"reward_model": "name"}, ["reward_model", "reward_funcs"]),
         ({"processing_class": object()}, ["processing_class", "tokenizer"]),
@@ -595,6 +601,15 @@ def test_a_model_as_a_reward_scores_as_trl(start_model, reward_folder, tmp_path)
     inputs = [{"prompt": prompt} for prompt in prompts]
     expected = stock._calculate_rewards(inputs, prompts, completions, [[1]] * 4)
     assert function(prompts=prompts, completions=completions) == pytest.approx(expected[:, 0].tolist(), abs=1e-5)
+
+
+def test_frozen_weights_are_refused_without_an_adapter(start_model, tmp_path, user_error):
+    """TRL trains the others only, the loop here all of them."""
+    model = AutoModelForCausalLM.from_pretrained(start_model)
+    next(model.parameters()).requires_grad_(False)
+    with user_error("model", "requires_grad_", "peft_config"):
+        config_of("grpo", start_model, tmp_path, model=model)
+    config_of("grpo", start_model, tmp_path, model=model, peft_config=LoraConfig())
 
 
 def test_dropout_that_trl_would_use_is_refused(start_model, tmp_path, user_error):

@@ -37,12 +37,15 @@ def check_given_model(model: Any, tokenizer: Any) -> None:
         raise UserError(
             "a model with an adapter", "model=", "Give model.merge_and_unload(), or its base with the settings of LoRA"
         )
-    if not isinstance(model, str | Path | PreTrainedModel | None):
-        raise UserError(f"neither a name nor a model: {model!r:.60}", "model=", "Give a causal model of transformers")
+    is_model = isinstance(model, PreTrainedModel) and model.can_generate()
+    if not (is_model or isinstance(model, str | Path | None)):
+        raise UserError(
+            f"neither a name nor a causal model: {model!r:.60}", "model=", "Give a causal model of transformers"
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         place = "tokenizer=, processing_class="
         raise UserError(f"not a tokenizer: {tokenizer!r:.60}", place, "Give a tokenizer of transformers")
-    if isinstance(model, PreTrainedModel):
+    if is_model:
         try:  # now, because it is saved with the model
             model.generation_config.validate(strict=True)
         except ValueError as error:

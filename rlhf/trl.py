@@ -20,7 +20,12 @@ from datasets import Dataset
 from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from trl import GRPOConfig, RLOOConfig
 
 from rlhf.api import make_trainer
@@ -174,7 +179,6 @@ OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw_8bit": "adamw_8bit",
 }
-LOSSES = ("dapo", "grpo", "dr_grpo", "cispo")
 OF_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 LORA_WITHOUT_EFFECT = (
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -214,7 +218,6 @@ class Fields:
         self.same = {**OF_ALL, **same}
         self.settings: dict[str, Any] = {here: getattr(args, there) for there, here in self.same.items()}
         fresh = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16)
-        self.evaluates = False
         self.problems = refused_fields(args, {*OF_ALL, *same, *computed, *NO_EFFECT}, fresh)
 
     def refuse(self, name: str, fix: str = "") -> None:
@@ -293,7 +296,6 @@ class Fields:
             self.problems.append(
                 Problem("fewer rows than one update has", "train_dataset", "Give more rows, or a smaller batch")
             )
-        every = self.every("eval_strategy", "eval_steps", steps, updates, per_epoch)
         save = self.every("save_strategy", "save_steps", steps, updates, per_epoch) or max(1, updates)
         trackers = [name for name in as_list(args.report_to or []) if name not in ("none", "tensorboard")]
         if not {*trackers} <= {*TRACKERS}:
@@ -302,13 +304,12 @@ class Fields:
             self.refuse("push_to_hub", "Add hub_model_id='owner/name', here push_to_hub")
         self.settings |= {
             "num_iterations": max(1, updates),
-            "eval_every": every,
+            "eval_every": self.every("eval_strategy", "eval_steps", steps, updates, per_epoch),
             "save_every": save,
             "keep": args.save_total_limit or math.ceil(updates / save),
             "report_to": trackers or None,
             "push_to_hub": args.hub_model_id if args.push_to_hub else None,
         }
-        self.evaluates = every is not None
 
 
 def settings_of_groups(args: GRPOConfig | RLOOConfig, rows: int) -> Fields:
@@ -338,7 +339,7 @@ def settings_of_groups(args: GRPOConfig | RLOOConfig, rows: int) -> Fields:
 def settings_of_grpo(args: GRPOConfig, rows: int) -> Fields:
     """Return the settings of GRPO over so many rows."""
     found = settings_of_groups(args, rows)
-    loss = found.choice("loss_type", {name: name for name in LOSSES})
+    loss = found.choice("loss_type", {name: name for name in ("dapo", "grpo", "dr_grpo", "cispo")})
     level = found.choice("importance_sampling_level", {"token": "token", "sequence": "sequence"})
     if level == "sequence":
         loss = "gspo"
@@ -390,6 +391,11 @@ def settings_of_ppo(args: PPOConfig, rows: int) -> Fields:
     return found
 
 
+def config_of(model: PreTrainedModel | str) -> PretrainedConfig:
+    """Return the configuration of a model, or of a name."""
+    return model.config if isinstance(model, PreTrainedModel) else load_config(find_model(model, "model"))
+
+
 def settings_of_lora(peft_config: Any, model: PreTrainedModel | str) -> tuple[dict[str, Any], list[Problem]]:
     """Return the settings of an adapter, with the problems of its configuration."""
     if not isinstance(peft_config, LoraConfig):
@@ -397,10 +403,7 @@ def settings_of_lora(peft_config: Any, model: PreTrainedModel | str) -> tuple[di
     problems = refused_fields(peft_config, {*OF_LORA, *LORA_WITHOUT_EFFECT, "target_modules"}, LoraConfig())
     targets = peft_config.target_modules
     if targets is None:  # peft's own choice
-        kind = (
-            load_config(find_model(model, "model")).model_type if isinstance(model, str) else model.config.model_type
-        )
-        targets = PEFT_TARGETS.get(kind)
+        targets = PEFT_TARGETS.get(config_of(model).model_type)
     if targets is None or (isinstance(targets, str) and targets != "all-linear"):
         fix = "Give a list of names, or all-linear, here lora_targets"
         problems.append(refused("target_modules", peft_config.target_modules, LoraConfig, fix))
@@ -519,8 +522,8 @@ def rows_of(
 
 def check_dropout(model: Any, args: TRLConfig) -> None:
     """Raise UserError if TRL would train with dropout: the values of a rollout would be random."""
-    config = getattr(model, "config", None) or load_config(find_model(model, "model"))
-    active = [n for n, p in vars(config.get_text_config()).items() if "drop" in n and isinstance(p, float) and p > 0]
+    values = vars(config_of(model).get_text_config())
+    active = [n for n, p in values.items() if "drop" in n and isinstance(p, float) and p > 0]
     if active and not getattr(args, "disable_dropout", True):
         raise UserError(
             f"the model has {active[0]}, and disable_dropout=False", "disable_dropout", "Set disable_dropout=True"
@@ -566,7 +569,7 @@ class _Trainer:
         prompts = given["prompts"]
         self.args = found.args
         self.given = {**given, "callbacks": callbacks or (), "repeats": True,
-                      "evaluation_prompts": evaluation if found.evaluates else []}  # fmt: skip
+                      "evaluation_prompts": evaluation if settings["eval_every"] else []}  # fmt: skip
         self.settings = {
             **settings,
             "rm_model": None,
@@ -632,10 +635,12 @@ class _Trainer:
         """Save the model, or the adapter, and the tokenizer; None: in output_dir of the configuration."""
         self.trainer.save_model(output_dir)
 
-    def push_to_hub(self, commit_message: str = "", blocking: bool = True, **others: Any) -> None:
+    def push_to_hub(
+        self, commit_message: str = "", blocking: bool = True, token: Any = None, revision: Any = None, **card: Any
+    ) -> None:
         """Upload the trained model to hub_model_id, with the run's own message and model card. Raises UserError
         without this name, or without a run."""
-        check_others({name: value for name, value in others.items() if name in ("token", "revision")})
+        check_others({"token": token, "revision": revision})
         folder = Path(self.args.output_dir)
         if self.args.hub_model_id is None:
             raise UserError("no name on the hub", "push_to_hub()", "Set hub_model_id='owner/name'")

@@ -115,14 +115,16 @@ def stored_critic(model: PreTrainedModel, output: Path) -> str:
     def write(staging: Path) -> None:
         staging.mkdir()
         with saving_tensors(staging):
-            weights = {
-                f"summary.{name}": weight.detach().contiguous().cpu() for name, weight in head.named_parameters()
-            }
-            save_file(weights, staging / VALUE_HEAD_FILE, WITHOUT_BIAS if head.bias is None else None)
-            weights = {name: weight.detach().contiguous().cpu() for name, weight in backbone.named_parameters()}
-            save_file(weights, staging / CRITIC_FILE, {"base": model.config.name_or_path})
+            of_head = named(head, "summary.")
+            save_file(of_head, staging / VALUE_HEAD_FILE, WITHOUT_BIAS if head.bias is None else None)
+            save_file(named(backbone), staging / CRITIC_FILE, {"base": model.config.name_or_path})
 
     return from_first(lambda: store_once(output, f"critic_{hash_of(model.state_dict())}", write))
+
+
+def named(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Return the weights of a module on the CPU, with a prefix in their names."""
+    return {prefix + name: weight.detach().contiguous().cpu() for name, weight in module.named_parameters()}
 
 
 def store_once(output: Path, name: str, write: Callable[[Path], None]) -> str:

@@ -26,7 +26,7 @@ from rlhf.api import make_trainer
 from rlhf.checkpoints.manifest import checkpoint_path
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.config import make_config
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import eos_ids, load_tokenizer
 from rlhf.rollout import sampler
 from rlhf.rollout.completions import Completions
 from rlhf.run.given_models import stored_start_model
@@ -562,6 +562,14 @@ def test_another_end_of_completions_is_another_start_model(start_model, tmp_path
         change(tokenizer)
         folders.add(stored_start_model(model, tokenizer, "", tmp_path / "run"))
     assert len(folders) == 3
+
+
+def test_the_ends_of_an_objects_completions_are_in_its_generation_config(start_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(start_model)
+    ends = [model.generation_config.eos_token_id, 0]
+    model.generation_config.eos_token_id = ends
+    trainer = group_trainer("grpo", start_model, tmp_path / "run", model=model)
+    assert eos_ids(trainer.processing_class) == ends
 
 
 def test_a_generation_config_that_cannot_be_saved_is_refused(start_model, tmp_path, user_error):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from rlhf.checkpoints.model_folder import VALUE_HEAD_FILE, find_model
 from rlhf.checkpoints.weight_names import check_loaded
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import EOS_IDS, load_tokenizer
 from rlhf.distributed.group import from_first
 from rlhf.models.load import read_model
 from rlhf.models.save import ONE_FILE, WITHOUT_BIAS
@@ -69,7 +69,10 @@ def stored_start_model(
         return name
 
     def store() -> str:
-        own = tokenizer or load_tokenizer(model.config.name_or_path)
+        own = tokenizer
+        if own is None:
+            own = load_tokenizer(model.config.name_or_path)
+            own.init_kwargs[EOS_IDS] = []  # those of its folder: the object's generation config may have others
         whole = model
         if is_name:
             found = find_model(name, "model=")

@@ -108,6 +108,7 @@ COMPUTED_OF_GROUPS = {
     "beta": "`--kl-coef`, `--kl-schedule fixed`; GRPO: `--kl-placement loss`, RLOO: `--kl-placement reward`; 0: none",
     "epsilon_high": "same; with cispo 1 less, because TRL's is the limit itself",
     "num_generations_eval": "`--eval-samples`",
+    "router_aux_loss_coef": "must be 0 for a mixture of experts, which is trained without this loss",
     "reward_weights": "same",
 }
 COMPUTED_OF_GRPO = {
@@ -160,6 +161,7 @@ INSTEAD = {
     "model_init_kwargs": "Load the model, and give the object",
     "deepspeed": "Each GPU has the whole model: use torchrun",
     "fsdp": "Each GPU has the whole model: use torchrun",
+    "router_aux_loss_coef": "Set 0: a mixture of experts has no auxiliary loss here",
     "data_seed": "Use seed, which orders the prompts, too",
     "use_bias_correction_kl": "Use True: the KL in the loss is k3 x ratio, kl_placement",
     "importance_sampling_level": "Use token, or sequence with loss_type='grpo', here loss_type gspo",
@@ -520,14 +522,18 @@ def rows_of(
     return rows
 
 
-def check_dropout(model: Any, args: TRLConfig) -> None:
-    """Raise UserError if TRL would train with dropout: the values of a rollout would be random."""
+def check_model(model: PreTrainedModel | str, args: GRPOConfig | RLOOConfig) -> None:
+    """Raise UserError if TRL would train with dropout, because the values of a rollout would be random, or with the
+    auxiliary loss of a mixture of experts."""
     values = vars(config_of(model).get_text_config())
+    problems = []
     active = [n for n, p in values.items() if "drop" in n and isinstance(p, float) and p > 0]
-    if active and not getattr(args, "disable_dropout", True):
-        raise UserError(
-            f"the model has {active[0]}, and disable_dropout=False", "disable_dropout", "Set disable_dropout=True"
-        )
+    if active and not args.disable_dropout:
+        what = f"the model has {active[0]}, and disable_dropout=False"
+        problems.append(Problem(what, "disable_dropout", "Set disable_dropout=True"))
+    if values.get("output_router_logits") is not None and args.router_aux_loss_coef:
+        problems.append(refused("router_aux_loss_coef", args.router_aux_loss_coef, type(args)))
+    raise_if(problems)
 
 
 # --- the trainers ----------------------------------------------------------------------------------------------------
@@ -649,7 +655,7 @@ class _Trainer:
         push(config, run, saved_models(folder, run)["final"], Screen())
 
 
-def name_of(model: Any) -> str:
+def model_name(model: Any) -> str:
     """Return the name of a model, or of the one from which an object was loaded."""
     return model.config.name_or_path if isinstance(model, PreTrainedModel) else str(model)
 
@@ -703,12 +709,12 @@ class _GroupTrainer(_Trainer):
         **others: Any,
     ):
         """The arguments are those of TRL 1.12. Raises UserError for values that are not offered."""
-        name = name_of(model)
+        name = model_name(model)
         if args is None:  # TRL's own default; without a GPU, its bf16 needs use_cpu
             without_gpu = not torch.cuda.is_available()
             args = self.kind(f"{Path(name).name}-{self.algorithm.upper()}", use_cpu=without_gpu)
         check_arguments(args, self.kind, model, processing_class, others)
-        check_dropout(model, args)
+        check_model(model, args)
         tokenizer = processing_class or load_tokenizer(find_model(name, "model"))
         rows = rows_of(train_dataset, "train_dataset", tokenizer)
         evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", tokenizer)
@@ -760,7 +766,7 @@ class PPOTrainer(_Trainer):
         """The arguments are those of TRL 1.12, and `reward_funcs` in place of `reward_model`. Without `value_model`,
         the critic is a value head on the policy. Raises UserError for values that are not offered."""
         check_arguments(args, PPOConfig, model, processing_class, others)
-        tokenizer = processing_class or load_tokenizer(find_model(name_of(model), "model"))
+        tokenizer = processing_class or load_tokenizer(find_model(model_name(model), "model"))
         if not isinstance(reward_model, PreTrainedModel | None):
             raise UserError(f"a {type(reward_model).__name__}", "reward_model", "Give a model, or use reward_funcs")
         rows = rows_of(train_dataset, "train_dataset", tokenizer, input_ids=True)

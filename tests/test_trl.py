@@ -19,6 +19,8 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 import rlhf.trl as ours
@@ -626,6 +628,18 @@ def test_dropout_that_trl_would_use_is_refused(start_model, tmp_path, user_error
     with user_error("disable_dropout", "attention_dropout"):
         config_of("grpo", start_model, tmp_path, model=model)
     config_of("grpo", start_model, tmp_path, model=model, disable_dropout=True)
+
+
+def test_the_auxiliary_loss_of_experts_is_refused(start_model, tmp_path, user_error):
+    """TRL's default adds it; other models have none."""
+    model = MixtralForCausalLM(MixtralConfig(**TINY))
+    tokenizer = AutoTokenizer.from_pretrained(start_model)
+    parts = {"reward_funcs": by_length, "train_dataset": Dataset.from_list(ROWS), "processing_class": tokenizer}
+    args = group_args("rloo", tmp_path / "run", num_generations=2)
+    with user_error("router_aux_loss_coef", "0"):
+        ours.RLOOTrainer(model, args=args, **parts)
+    args.router_aux_loss_coef = 0.0
+    assert ours.RLOOTrainer(model, args=args, **parts).config.batch.K == 2
 
 
 def test_save_and_upload(start_model, tmp_path, monkeypatch, user_error):

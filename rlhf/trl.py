@@ -124,6 +124,7 @@ COMPUTED_OF_PPO = {
     "num_mini_batches": "`--minibatches` = max(1, num_mini_batches / gradient_accumulation_steps)",
     "total_episodes": "same (`--episodes`), rounded up to whole updates",
     "missing_eos_penalty": "same",
+    "remove_unused_columns": "no effect in PPO, in others refused: reward functions receive all columns",
     "stop_token": "must be eos: the ids in the model's generation config and the end of a turn. Texts: `--stop`",
 }
 # fields that change only time, memory or logging
@@ -139,7 +140,7 @@ NO_EFFECT = (
     *("torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cache"),
     *("gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs"),
     *("torch_empty_cache_steps", "pad_to_multiple_of", "cache_implementation", "ds3_gather_for_generation"),
-    *("local_rollout_forward_batch_size", "cast_lm_head_to_fp32", "disable_dropout", "remove_unused_columns"),
+    *("local_rollout_forward_batch_size", "cast_lm_head_to_fp32", "disable_dropout"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "local_rank"),
     *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order", "dataset_num_proc"),
     *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
@@ -184,7 +185,7 @@ OPTIMIZERS = {
 OF_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 LORA_WITHOUT_EFFECT = (
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "runtime_config", "megatron_core"),
+    *("runtime_config", "megatron_core"),
 )
 WITHOUT_LIMIT = 1_000_000  # of a setting
 COLUMNS_WITH_A_MEANING = {"system", "messages", TOKEN_IDS}  # a chat's first message, an argument of rewards, a prompt

@@ -350,6 +350,7 @@ def test_values_become_settings(start_model, tmp_path, algorithm, changed, expec
         ("grpo", {"push_to_hub": True}, ["push_to_hub", "hub_model_id"]),
         ("grpo", {"report_to": "mlflow"}, ["report_to", "trackio"]),
         ("grpo", {"shuffle_dataset": False}, ["shuffle_dataset"]),
+        ("rloo", {"remove_unused_columns": True}, ["remove_unused_columns"]),
         ("grpo", {"max_completion_length": 0}, ["GRPOConfig(max_completion_length=)", "max_new_tokens"]),
         ("grpo", {"num_iterations": 0}, ["GRPOConfig(num_iterations=)", "ppo_epochs"]),
         ("rloo", {"beta": -1.0}, ["RLOOConfig(beta=)", "kl_coef"]),
@@ -446,6 +447,7 @@ def test_lora(start_model, tmp_path):
         ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
         ({"target_modules": ".*q_proj"}, ["target_modules", "lora_targets"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights"]),
+        ({"inference_mode": True}, ["inference_mode"]),
     ],
 )
 def test_values_of_lora_that_are_refused(start_model, tmp_path, user_error, changed, named):

@@ -51,8 +51,6 @@ from rlhf.utils.processes import size
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "PPOConfig", "PPOTrainer", "RLOOConfig", "RLOOTrainer"]
 
-TRLConfig = GRPOConfig | RLOOConfig | PPOConfig
-
 # --- the fields of TRL's configurations ------------------------------------------------------------------------------
 
 # a field -> the setting with the same meaning
@@ -216,7 +214,7 @@ def value_of(choice: Any) -> Any:
 class Fields:
     """Settings from a configuration of TRL, with the problems of its values."""
 
-    def __init__(self, args: TRLConfig, same: dict[str, str], computed: Collection[str]):
+    def __init__(self, args: GRPOConfig | RLOOConfig | PPOConfig, same: dict[str, str], computed: Collection[str]):
         self.args = args
         self.same = {**OF_ALL, **same}
         self.settings: dict[str, Any] = {here: getattr(args, there) for there, here in self.same.items()}

@@ -578,10 +578,15 @@ def test_the_ends_of_an_objects_completions_are_in_its_generation_config(start_m
 
 def test_a_generation_config_that_cannot_be_saved_is_refused(start_model, tmp_path, user_error):
     model = AutoModelForCausalLM.from_pretrained(start_model)
-    model.generation_config.do_sample = False
+    tokenizer = AutoTokenizer.from_pretrained(start_model)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.6}')
     model.generation_config.temperature = 0.6
-    with user_error("model.generation_config", "temperature"):
-        group_trainer("grpo", start_model, tmp_path / "run", model=model)
+    for start in (model, str(tmp_path / "model")):
+        with user_error("model.generation_config", "temperature"):
+            stored_start_model(start, tokenizer, "", tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_reward_models_are_on_the_device_of_the_run(start_model, reward_folder, monkeypatch):

@@ -45,12 +45,6 @@ def check_given_model(model: Any, tokenizer: Any) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         place = "tokenizer=, processing_class="
         raise UserError(f"not a tokenizer: {tokenizer!r:.60}", place, "Give a tokenizer of transformers")
-    if is_model:
-        try:  # now, because it is saved with the model
-            model.generation_config.validate(strict=True)
-        except ValueError as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{reason:.200}", "model.generation_config", "Correct these values") from None
 
 
 def stored_start_model(
@@ -78,6 +72,11 @@ def stored_start_model(
             found = find_model(name, "model=")
             whole, tensors = read_model(AutoModelForCausalLM, found)
             check_loaded(tensors, found)
+        try:
+            whole.generation_config.validate(strict=True)  # as transformers does before it saves
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{reason:.200}", "model.generation_config", "Give the model with valid values") from None
         configs = [
             {key: value for key, value in config.to_diff_dict().items() if key not in UNHASHED}
             for config in (whole.config, whole.generation_config)

@@ -93,7 +93,7 @@ OF_TRAINING = {
     "eval_steps": "`--eval-every`, in updates; below 1 a share of the run",
     "logging_steps": "`--eval-every` if `eval_steps` is None; every update is logged",
     "gradient_accumulation_steps": "divides `--minibatches`",
-    "num_train_epochs": "`--epochs`; the import computes updates as TRL does",
+    "num_train_epochs": "`--epochs`; the import computes updates as TRL does, rounded up to whole ones",
     "report_to": "`--report-to wandb trackio`; TensorBoard is always written",
     "push_to_hub": "`--push-to-hub NAME`, at the end of the run",
     "hub_model_id": "`--push-to-hub NAME`",

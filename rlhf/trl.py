@@ -36,6 +36,7 @@ from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.config import make_config
 from rlhf.data.prompts import TOKEN_IDS
 from rlhf.data.tokenizer import load_config, load_tokenizer
+from rlhf.distributed.group import on_first
 from rlhf.models.device import selected_device
 from rlhf.models.load import read_model
 from rlhf.models.trl_ppo import PPOConfig, get_reward
@@ -651,7 +652,7 @@ class _Trainer:
             raise UserError("no name on the hub", "push_to_hub()", "Set hub_model_id='owner/name'")
         run = RunRecord.require(folder, "push_to_hub()")
         config = replaced(self.trainer.config, push_to_hub=self.args.hub_model_id)
-        push(config, run, saved_models(folder, run)["final"], Screen())
+        on_first(lambda: push(config, run, saved_models(folder, run)["final"], Screen()))
 
 
 def model_name(model: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,23 +19,30 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from trl import GRPOConfig, RLOOConfig
 
 from rlhf.api import make_trainer
+from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.weight_names import check_loaded
 from rlhf.config import make_config
 from rlhf.data.prompts import TOKEN_IDS
 from rlhf.data.tokenizer import load_config, load_tokenizer
+from rlhf.distributed.group import on_first
+from rlhf.models.device import selected_device
 from rlhf.models.load import read_model
 from rlhf.models.trl_ppo import PPOConfig, get_reward
 from rlhf.rewards.find import as_list
 from rlhf.run.export import push, saved_models
-from rlhf.run.given_models import same_tensors, stored_critic
+from rlhf.run.given_models import check_given_model, same_tensors, stored_critic
 from rlhf.settings.fields import replaced
 from rlhf.settings.training import TRACKERS
 from rlhf.trainer.loop import OnPolicyLoop
@@ -44,8 +51,6 @@ from rlhf.utils.errors import Problem, UserError, raise_if
 from rlhf.utils.processes import size
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "PPOConfig", "PPOTrainer", "RLOOConfig", "RLOOTrainer"]
-
-TRLConfig = GRPOConfig | RLOOConfig | PPOConfig
 
 # --- the fields of TRL's configurations ------------------------------------------------------------------------------
 
@@ -89,7 +94,7 @@ OF_TRAINING = {
     "eval_steps": "`--eval-every`, in updates; below 1 a share of the run",
     "logging_steps": "`--eval-every` if `eval_steps` is None; every update is logged",
     "gradient_accumulation_steps": "divides `--minibatches`",
-    "num_train_epochs": "`--epochs`; the import computes updates as TRL does",
+    "num_train_epochs": "`--epochs`; the import computes updates as TRL does, rounded up to whole ones",
     "report_to": "`--report-to wandb trackio`; TensorBoard is always written",
     "push_to_hub": "`--push-to-hub NAME`, at the end of the run",
     "hub_model_id": "`--push-to-hub NAME`",
@@ -102,6 +107,7 @@ COMPUTED_OF_GROUPS = {
     "beta": "`--kl-coef`, `--kl-schedule fixed`; GRPO: `--kl-placement loss`, RLOO: `--kl-placement reward`; 0: none",
     "epsilon_high": "same; with cispo 1 less, because TRL's is the limit itself",
     "num_generations_eval": "`--eval-samples`",
+    "router_aux_loss_coef": "must be 0 for a mixture of experts, which is trained without this loss",
     "reward_weights": "same",
 }
 COMPUTED_OF_GRPO = {
@@ -117,6 +123,7 @@ COMPUTED_OF_PPO = {
     "num_mini_batches": "`--minibatches` = max(1, num_mini_batches / gradient_accumulation_steps)",
     "total_episodes": "same (`--episodes`), rounded up to whole updates",
     "missing_eos_penalty": "same",
+    "remove_unused_columns": "no effect in PPO, in others refused: reward functions receive all columns",
     "stop_token": "must be eos: the ids in the model's generation config and the end of a turn. Texts: `--stop`",
 }
 # fields that change only time, memory or logging
@@ -132,7 +139,7 @@ NO_EFFECT = (
     *("torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cache"),
     *("gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs"),
     *("torch_empty_cache_steps", "pad_to_multiple_of", "cache_implementation", "ds3_gather_for_generation"),
-    *("local_rollout_forward_batch_size", "cast_lm_head_to_fp32", "disable_dropout", "remove_unused_columns"),
+    *("local_rollout_forward_batch_size", "cast_lm_head_to_fp32", "disable_dropout"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "local_rank"),
     *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order", "dataset_num_proc"),
     *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
@@ -154,6 +161,7 @@ INSTEAD = {
     "model_init_kwargs": "Load the model, and give the object",
     "deepspeed": "Each GPU has the whole model: use torchrun",
     "fsdp": "Each GPU has the whole model: use torchrun",
+    "router_aux_loss_coef": "Set 0: a mixture of experts has no auxiliary loss here",
     "data_seed": "Use seed, which orders the prompts, too",
     "use_bias_correction_kl": "Use True: the KL in the loss is k3 x ratio, kl_placement",
     "importance_sampling_level": "Use token, or sequence with loss_type='grpo', here loss_type gspo",
@@ -173,13 +181,16 @@ OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw_8bit": "adamw_8bit",
 }
-LOSSES = ("dapo", "grpo", "dr_grpo", "cispo")
 OF_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 LORA_WITHOUT_EFFECT = (
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "runtime_config", "megatron_core"),
+    *("runtime_config", "megatron_core"),
 )
 WITHOUT_LIMIT = 1_000_000  # of a setting
+COLUMNS_WITH_A_MEANING = {"system", "messages", TOKEN_IDS}  # a chat's first message, an argument of rewards, a prompt
+# what TRL's scripts read, of the transformers trainer with the run's optimizer, state and log
+OF_HOST = ("accelerator", "is_world_process_zero", "log_metrics", "lr_scheduler", "model", "optimizer", "save_metrics",
+           "save_state", "state")  # fmt: skip
 
 
 def refused(name: str, value: Any, of: type, fix: str = "") -> Problem:
@@ -204,15 +215,23 @@ def value_of(choice: Any) -> Any:
 class Fields:
     """Settings from a configuration of TRL, with the problems of its values."""
 
-    def __init__(self, args: TRLConfig, same: dict[str, str], computed: Collection[str]):
+    def __init__(self, args: GRPOConfig | RLOOConfig | PPOConfig, same: dict[str, str], computed: Collection[str]):
         self.args = args
-        self.settings: dict[str, Any] = {here: getattr(args, there) for there, here in {**OF_ALL, **same}.items()}
+        self.same = {**OF_ALL, **same}
+        self.settings: dict[str, Any] = {here: getattr(args, there) for there, here in self.same.items()}
         fresh = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu, bf16=args.bf16)
-        self.evaluates = False
         self.problems = refused_fields(args, {*OF_ALL, *same, *computed, *NO_EFFECT}, fresh)
 
     def refuse(self, name: str, fix: str = "") -> None:
         self.problems.append(refused(name, getattr(self.args, name), type(self.args), fix))
+
+    def with_trls_name(self, problem: Problem) -> Problem:
+        """Return the problem of a setting, with the field that has its value in its place."""
+        place = str(problem.place)
+        names = [name for name, here in {**self.same, "beta": "kl_coef"}.items() if f"({here}=" in place]
+        if not names or not hasattr(self.args, names[0]):
+            return problem
+        return replace(problem, place=f"{type(self.args).__name__}({names[0]}=), {place}")
 
     def choice(self, name: str, table: dict[Any, Any]) -> Any:
         """Return what a field's value is in `table`."""
@@ -279,7 +298,6 @@ class Fields:
             self.problems.append(
                 Problem("fewer rows than one update has", "train_dataset", "Give more rows, or a smaller batch")
             )
-        every = self.every("eval_strategy", "eval_steps", steps, updates, per_epoch)
         save = self.every("save_strategy", "save_steps", steps, updates, per_epoch) or max(1, updates)
         trackers = [name for name in as_list(args.report_to or []) if name not in ("none", "tensorboard")]
         if not {*trackers} <= {*TRACKERS}:
@@ -288,13 +306,12 @@ class Fields:
             self.refuse("push_to_hub", "Add hub_model_id='owner/name', here push_to_hub")
         self.settings |= {
             "num_iterations": max(1, updates),
-            "eval_every": every,
+            "eval_every": self.every("eval_strategy", "eval_steps", steps, updates, per_epoch),
             "save_every": save,
             "keep": args.save_total_limit or math.ceil(updates / save),
             "report_to": trackers or None,
             "push_to_hub": args.hub_model_id if args.push_to_hub else None,
         }
-        self.evaluates = every is not None
 
 
 def settings_of_groups(args: GRPOConfig | RLOOConfig, rows: int) -> Fields:
@@ -304,7 +321,7 @@ def settings_of_groups(args: GRPOConfig | RLOOConfig, rows: int) -> Fields:
     found = Fields(args, same, COMPUTED_OF_GRPO if is_grpo else COMPUTED_OF_GROUPS)
     batch_size = found.whole("generation_batch_size", args.num_generations)
     minibatches = found.whole("steps_per_generation", args.gradient_accumulation_steps)
-    steps = minibatches * args.num_iterations
+    steps = minibatches * max(1, args.num_iterations)
     found.use_schedule(steps)
     per_epoch = rows // batch_size
     updates = math.ceil(args.num_train_epochs * per_epoch)
@@ -324,7 +341,7 @@ def settings_of_groups(args: GRPOConfig | RLOOConfig, rows: int) -> Fields:
 def settings_of_grpo(args: GRPOConfig, rows: int) -> Fields:
     """Return the settings of GRPO over so many rows."""
     found = settings_of_groups(args, rows)
-    loss = found.choice("loss_type", {name: name for name in LOSSES})
+    loss = found.choice("loss_type", {name: name for name in ("dapo", "grpo", "dr_grpo", "cispo")})
     level = found.choice("importance_sampling_level", {"token": "token", "sequence": "sequence"})
     if level == "sequence":
         loss = "gspo"
@@ -376,6 +393,11 @@ def settings_of_ppo(args: PPOConfig, rows: int) -> Fields:
     return found
 
 
+def config_of(model: PreTrainedModel | str) -> PretrainedConfig:
+    """Return the configuration of a model, or of a name."""
+    return model.config if isinstance(model, PreTrainedModel) else load_config(find_model(model, "model"))
+
+
 def settings_of_lora(peft_config: Any, model: PreTrainedModel | str) -> tuple[dict[str, Any], list[Problem]]:
     """Return the settings of an adapter, with the problems of its configuration."""
     if not isinstance(peft_config, LoraConfig):
@@ -383,10 +405,7 @@ def settings_of_lora(peft_config: Any, model: PreTrainedModel | str) -> tuple[di
     problems = refused_fields(peft_config, {*OF_LORA, *LORA_WITHOUT_EFFECT, "target_modules"}, LoraConfig())
     targets = peft_config.target_modules
     if targets is None:  # peft's own choice
-        kind = (
-            load_config(find_model(model, "model")).model_type if isinstance(model, str) else model.config.model_type
-        )
-        targets = PEFT_TARGETS.get(kind)
+        targets = PEFT_TARGETS.get(config_of(model).model_type)
     if targets is None or (isinstance(targets, str) and targets != "all-linear"):
         fix = "Give a list of names, or all-linear, here lora_targets"
         problems.append(refused("target_modules", peft_config.target_modules, LoraConfig, fix))
@@ -396,6 +415,11 @@ def settings_of_lora(peft_config: Any, model: PreTrainedModel | str) -> tuple[di
 
 
 # --- rewards of models -----------------------------------------------------------------------------------------------
+
+
+def on_own_device(model: PreTrainedModel) -> PreTrainedModel:
+    """Move a model from the CPU to the device of this process, as TRL does."""
+    return model.to(selected_device()) if model.device.type == "cpu" else model
 
 
 class TextReward:
@@ -420,7 +444,8 @@ class TextReward:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         rows = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
-        return self.model(**rows.to(self.model.device)).logits[:, 0].tolist()
+        model = on_own_device(self.model)
+        return model(**rows.to(model.device)).logits[:, 0].tolist()
 
 
 class IdsReward:
@@ -434,12 +459,12 @@ class IdsReward:
     @torch.no_grad()
     def __call__(self, prompt_ids, completion_ids, **_) -> list[float]:
         """Return one score per completion."""
-        device = self.model.device
+        model = on_own_device(self.model)
         parts = [
-            pad_sequence([torch.tensor(row, device=device) for row in rows], True, self.pad, padding_side=side)
+            pad_sequence([torch.tensor(row, device=model.device) for row in rows], True, self.pad, padding_side=side)
             for rows, side in ((prompt_ids, "left"), (completion_ids, "right"))
         ]
-        _, scores, _ = get_reward(self.model, torch.cat(parts, 1), self.pad, parts[0].shape[1])
+        _, scores, _ = get_reward(model, torch.cat(parts, 1), self.pad, parts[0].shape[1])
         return scores.tolist()
 
 
@@ -447,7 +472,7 @@ def reward_models(functions: Any, tokenizers: Any, variables: dict[str, Any] | N
     """Return reward functions with a TextReward for each model, which may be given by name. `variables` are
     chat_template_kwargs."""
     functions = as_list(functions)
-    tokenizers = tokenizers if isinstance(tokenizers, Sequence) else [tokenizers] * len(functions)
+    tokenizers = [None] * len(functions) if tokenizers is None else as_list(tokenizers)
     if len(tokenizers) != len(functions):
         raise UserError(
             f"{len(tokenizers)} for {len(functions)} reward functions",
@@ -473,29 +498,42 @@ def reward_models(functions: Any, tokenizers: Any, variables: dict[str, Any] | N
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a dataset. With a tokenizer, those of PPO may have ids instead of a prompt. Raises
+def rows_of(
+    dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, input_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Return the rows of a dataset, each text with the ids that TRL's trainers make of it: the names of special tokens
+    in it are these tokens. With `input_ids` (PPO), a column of this name is used in place of a prompt. Raises
     UserError."""
-    if not isinstance(dataset, Dataset | list):
-        raise UserError(f"a {type(dataset).__name__}", name, "Give one Dataset, not streamed, or a list of rows")
-    rows = [dict(row) for row in dataset]
-    if tokenizer is not None and rows and "input_ids" in rows[0]:
-        rows = [{"prompt": tokenizer.decode(row["input_ids"]), **row, TOKEN_IDS: row.pop("input_ids")} for row in rows]
-    if not rows or not all("prompt" in row for row in rows):
+    if not isinstance(dataset, Dataset):
+        raise UserError(f"a {type(dataset).__name__}", name, "Give one Dataset, not streamed")
+    has_ids = input_ids and "input_ids" in dataset.column_names
+    if not len(dataset) or not (has_ids or "prompt" in dataset.column_names):
         raise UserError("no column prompt", name, "Give rows with a prompt: a text, or a chat; in PPO also input_ids")
+    for column in COLUMNS_WITH_A_MEANING.intersection(dataset.column_names):
+        raise UserError(f"the column {column!r} has a meaning here and none in TRL", name, "Rename or remove it")
+    rows = list(dataset.with_format(None))
+    if has_ids:
+        return [{"prompt": tokenizer.decode(row["input_ids"]), **row, TOKEN_IDS: row["input_ids"]} for row in rows]
     if len({isinstance(row["prompt"], str) for row in rows}) > 1:
         raise UserError("texts and chats", name, "Give one kind of prompts")
+    if isinstance(rows[0]["prompt"], str):
+        every = tokenizer([row["prompt"] for row in rows]).input_ids
+        rows = [{**row, TOKEN_IDS: ids} for row, ids in zip(rows, every, strict=True)]
     return rows
 
 
-def check_dropout(model: Any, args: TRLConfig) -> None:
-    """Raise UserError if TRL would train with dropout: the values of a rollout would be random."""
-    config = getattr(model, "config", None) or load_config(find_model(model, "model"))
-    active = [n for n, p in vars(config.get_text_config()).items() if "drop" in n and isinstance(p, float) and p > 0]
-    if active and not getattr(args, "disable_dropout", True):
-        raise UserError(
-            f"the model has {active[0]}, and disable_dropout=False", "disable_dropout", "Set disable_dropout=True"
-        )
+def check_model(model: PreTrainedModel | str, args: GRPOConfig | RLOOConfig) -> None:
+    """Raise UserError if TRL would train with dropout, because the values of a rollout would be random, or with the
+    auxiliary loss of a mixture of experts."""
+    values = vars(config_of(model).get_text_config())
+    problems = []
+    active = [n for n, p in values.items() if "drop" in n and isinstance(p, float) and p > 0]
+    if active and not args.disable_dropout:
+        what = f"the model has {active[0]}, and disable_dropout=False"
+        problems.append(Problem(what, "disable_dropout", "Set disable_dropout=True"))
+    if values.get("output_router_logits") is not None and args.router_aux_loss_coef:
+        problems.append(refused("router_aux_loss_coef", args.router_aux_loss_coef, type(args)))
+    raise_if(problems)
 
 
 # --- the trainers ----------------------------------------------------------------------------------------------------
@@ -526,15 +564,18 @@ class _Trainer:
         """
         problems = found.problems
         settings = {**found.settings, **more}
+        model = given["model"]
         if peft_config is not None:
-            of_lora, more_problems = settings_of_lora(peft_config, given["model"])
+            of_lora, more_problems = settings_of_lora(peft_config, model)
             settings |= of_lora
-            problems = [*problems, *more_problems]
+            problems += more_problems
+        elif isinstance(model, PreTrainedModel) and not all(weight.requires_grad for weight in model.parameters()):
+            problems.append(Problem("frozen weights", "model", "Call requires_grad_(True), or give peft_config"))
         raise_if(problems)
         prompts = given["prompts"]
         self.args = found.args
-        self.given = {**given, "evaluation_prompts": evaluation if found.evaluates else [], "repeats": True}
-        self.callbacks = list(callbacks or ())
+        self.given = {**given, "callbacks": callbacks or (), "repeats": True,
+                      "evaluation_prompts": evaluation if settings["eval_every"] else []}  # fmt: skip
         self.settings = {
             **settings,
             "rm_model": None,
@@ -544,21 +585,21 @@ class _Trainer:
             "eval_prompts": max(1, len(evaluation)),
             "overwrite": True,  # TRL starts anew in an old folder; here the old run is kept as OUTPUT_1
         }
-        self.config = make_config(algorithm=algorithm, **self.settings)
+        try:
+            self.config = make_config(algorithm=algorithm, **self.settings)
+        except UserError as error:
+            raise UserError([found.with_trls_name(problem) for problem in error.problems]) from None
 
     @cached_property
     def trainer(self) -> OnPolicyLoop:
         """The trainer of `make_trainer`, which is constructed when it is first used."""
-        trainer = make_trainer(self.config, output=self.args.output_dir, **self.given)
-        for callback in self.callbacks:
-            trainer.add_callback(callback)
-        return trainer
+        return make_trainer(self.config, output=self.args.output_dir, **self.given)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the trainer: `generate`, `step`, `state` and so on."""
+        """Return an attribute of the trainer, such as `generate` and `step`, or one of OF_HOST."""
         if name.startswith("_") or name in ("config", "args", "given", "trainer"):
             raise AttributeError(name)
-        return getattr(self.trainer, name)
+        return getattr(self.trainer.host if name in OF_HOST else self.trainer, name)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> SimpleNamespace:
         """Train, or continue from the newest checkpoint in output_dir. Returns the number of updates, the loss and the
@@ -571,42 +612,66 @@ class _Trainer:
         )
 
     def resume(self, checkpoint: bool | str) -> None:
-        """Construct the trainer so that it continues the run in output_dir. Raises UserError for a checkpoint of
-        another run, or if the trainer was used before."""
+        """Construct the trainer so that it continues the run in output_dir. Raises UserError for another checkpoint
+        than the newest, or if the trainer was used before."""
         output = Path(self.args.output_dir)
-        place = output if checkpoint is True else Path(checkpoint)
-        if output.resolve() not in (place.resolve(), *place.resolve().parents):
-            raise UserError(
-                "not a checkpoint of output_dir", f"resume_from_checkpoint={checkpoint!r}", "Give True, here resume"
-            )
+        if checkpoint is not True:
+            run = RunRecord.require(output, "resume_from_checkpoint, output_dir")
+            newest = find_checkpoints(output, run.id).newest or output
+            if Path(checkpoint).resolve() not in (output.resolve(), newest.resolve()):
+                raise UserError(
+                    f"not the newest checkpoint of output_dir, which is {newest}",
+                    f"resume_from_checkpoint={str(checkpoint)!r}",
+                    "Give True, here resume",
+                )
         if "trainer" in vars(self):
             raise UserError("this trainer was used before", "train(resume_from_checkpoint=)", "Create a new one")
         self.config = make_config(
             algorithm=self.config.algorithm, **{**self.settings, "overwrite": False, "resume": True}
         )
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the present weights on eval_dataset. Returns the metrics."""
-        return self.trainer.evaluate()
+    def evaluate(self, eval_dataset: Dataset | None = None) -> dict[str, float]:
+        """Evaluate the present weights, also on another dataset than the trainer's. Returns the metrics."""
+        if eval_dataset is None:
+            return self.trainer.evaluate()
+        is_ppo = self.config.algorithm == "ppo"
+        return self.trainer.evaluate(rows_of(eval_dataset, "eval_dataset", self.processing_class, is_ppo))
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Save the model, or the adapter, and the tokenizer; None: in output_dir of the configuration."""
         self.trainer.save_model(output_dir)
 
-    def push_to_hub(self) -> None:
-        """Upload the trained model to hub_model_id. Raises UserError without this name, or without a run."""
+    def push_to_hub(
+        self, commit_message: str = "", blocking: bool = True, token: Any = None, revision: Any = None, **card: Any
+    ) -> None:
+        """Upload the trained model to hub_model_id, with the run's own message and model card. Raises UserError
+        without this name, or without a run."""
+        check_others({"token": token, "revision": revision})
         folder = Path(self.args.output_dir)
         if self.args.hub_model_id is None:
             raise UserError("no name on the hub", "push_to_hub()", "Set hub_model_id='owner/name'")
         run = RunRecord.require(folder, "push_to_hub()")
         config = replaced(self.trainer.config, push_to_hub=self.args.hub_model_id)
-        push(config, run, saved_models(folder, run)["final"], Screen())
+        on_first(lambda: push(config, run, saved_models(folder, run)["final"], Screen()))
 
 
-def check_arguments(args: Any, kind: type, others: dict[str, Any]) -> None:
-    """Raise UserError for a configuration of another class, and for arguments that are not offered."""
+def model_name(model: Any) -> str:
+    """Return the name of a model, or of the one from which an object was loaded."""
+    return model.config.name_or_path if isinstance(model, PreTrainedModel) else str(model)
+
+
+def check_arguments(args: Any, kind: type, model: Any, tokenizer: Any, others: dict[str, Any]) -> None:
+    """Raise UserError for arguments of another kind, and for those that are not offered."""
     if not isinstance(args, kind):
         raise UserError(f"a {type(args).__name__}", "args", f"Give a {kind.__name__} of rlhf.trl")
+    if model is None:
+        raise UserError("no start model", "model", "Give a name or a model, here actor_model")
+    check_given_model(model, tokenizer)
+    check_others(others)
+
+
+def check_others(others: dict[str, Any]) -> None:
+    """Raise UserError for arguments that are not offered."""
     given = [name for name, value in others.items() if value not in (None, (None, None))]
     raise_if([Problem(f"{name}= is not offered", f"{name}=", NOT_ARGUMENTS.get(name, "Remove it")) for name in given])
 
@@ -617,6 +682,7 @@ NOT_ARGUMENTS = {
     "rollout_func": "Call generate() and step() of the trainer",
     "quantization_config": "Use make_trainer() with load_in_4bit=True",
     "data_collator": "Remove it: prompts are not padded",
+    "token": "Log in: hf auth login",
 }
 
 
@@ -643,16 +709,16 @@ class _GroupTrainer(_Trainer):
         **others: Any,
     ):
         """The arguments are those of TRL 1.12. Raises UserError for values that are not offered."""
-        name = model if isinstance(model, str) else model.config.name_or_path
+        name = model_name(model)
         if args is None:  # TRL's own default; without a GPU, its bf16 needs use_cpu
             without_gpu = not torch.cuda.is_available()
             args = self.kind(f"{Path(name).name}-{self.algorithm.upper()}", use_cpu=without_gpu)
-        check_arguments(args, self.kind, others)
-        check_dropout(model, args)
-        rows = rows_of(train_dataset, "train_dataset")
-        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset")
+        check_arguments(args, self.kind, model, processing_class, others)
+        check_model(model, args)
+        tokenizer = processing_class or load_tokenizer(find_model(name, "model"))
+        rows = rows_of(train_dataset, "train_dataset", tokenizer)
+        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", tokenizer)
         found = type(self).settings_of(args, len(rows))
-        found.evaluates &= bool(evaluation)
         rewards = None
         if reward_funcs is not None:
             rewards = reward_models(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
@@ -699,12 +765,14 @@ class PPOTrainer(_Trainer):
     ):
         """The arguments are those of TRL 1.12, and `reward_funcs` in place of `reward_model`. Without `value_model`,
         the critic is a value head on the policy. Raises UserError for values that are not offered."""
-        check_arguments(args, PPOConfig, others)
-        rows = rows_of(train_dataset, "train_dataset", processing_class)
-        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", processing_class)
+        check_arguments(args, PPOConfig, model, processing_class, others)
+        tokenizer = processing_class or load_tokenizer(find_model(model_name(model), "model"))
+        if not isinstance(reward_model, PreTrainedModel | None):
+            raise UserError(f"a {type(reward_model).__name__}", "reward_model", "Give a model, or use reward_funcs")
+        rows = rows_of(train_dataset, "train_dataset", tokenizer, input_ids=True)
+        evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", tokenizer, input_ids=True)
         found = settings_of_ppo(args, len(rows))
-        found.evaluates &= bool(evaluation)
-        if ref_model is not None and not (isinstance(model, nn.Module) and same_tensors(model, ref_model)):
+        if ref_model is not None and not (isinstance(ref_model, type(model)) and same_tensors(model, ref_model)):
             raise UserError(
                 "other weights than the model's", "ref_model", "Give None: the reference is the start model"
             )
@@ -719,7 +787,10 @@ class PPOTrainer(_Trainer):
             )
         if value_model is not None:
             more["critic"] = stored_critic(value_model, Path(args.output_dir))
-        pad = processing_class.pad_token_id
-        rewards = [IdsReward(reward_model, pad)] if reward_funcs is None else reward_models(reward_funcs, None)
+        rewards = (
+            [IdsReward(reward_model, tokenizer.pad_token_id)]
+            if reward_funcs is None
+            else reward_models(reward_funcs, None)
+        )
         given = {"prompts": rows, "rewards": rewards, "model": model, "tokenizer": processing_class}
         super().__init__("ppo", found, peft_config, callbacks, given, evaluation, more)

@@ -17,21 +17,27 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    LlamaConfig,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 import rlhf.trl as ours
 from rlhf.api import make_trainer
+from rlhf.checkpoints.manifest import checkpoint_path
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.config import make_config
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import eos_ids, load_tokenizer
 from rlhf.rollout import sampler
 from rlhf.rollout.completions import Completions
+from rlhf.run.given_models import stored_start_model
 from rlhf.settings.fields import to_dict
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.errors import UserError
 from tests.trl_fields import CONFIGS, PAGE, fields_by_use, page_with_tables
 
+TINY = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
 ROWS = [
     {"prompt": text} for text in ("the cat", "what is the capital of France?", "justify your steps", "numbers 1 2")
 ]
@@ -344,6 +350,10 @@ def test_values_become_settings(start_model, tmp_path, algorithm, changed, expec
         ("grpo", {"push_to_hub": True}, ["push_to_hub", "hub_model_id"]),
         ("grpo", {"report_to": "mlflow"}, ["report_to", "trackio"]),
         ("grpo", {"shuffle_dataset": False}, ["shuffle_dataset"]),
+        ("rloo", {"remove_unused_columns": True}, ["remove_unused_columns"]),
+        ("grpo", {"max_completion_length": 0}, ["GRPOConfig(max_completion_length=)", "max_new_tokens"]),
+        ("grpo", {"num_iterations": 0}, ["GRPOConfig(num_iterations=)", "ppo_epochs"]),
+        ("rloo", {"beta": -1.0}, ["RLOOConfig(beta=)", "kl_coef"]),
         ("grpo", {"per_device_train_batch_size": 64, "generation_batch_size": 64}, ["train_dataset", "rows"]),
     ],
 )  # fmt: skip
@@ -385,7 +395,17 @@ def test_settings_of_ppo(ppo_parts):
         ({"reward_model": None}, ["reward_model", "reward_funcs"]),
         ({"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)}, ["GRPOConfig", "PPOConfig"]),
         ({"train_dataset": {"a": Dataset.from_list(ROWS)}}, ["train_dataset", "dict"]),
+        ({"train_dataset": [Dataset.from_list(ROWS)] * 2}, ["train_dataset", "list"]),
         ({"train_dataset": Dataset.from_list([{"text": "a"}])}, ["train_dataset", "prompt"]),
+        ({"train_dataset": Dataset.from_list([{"prompt": "a", "system": "b"}])}, ["train_dataset", "system"]),
+        ({"train_dataset": Dataset.from_list([{"prompt": "a", "messages": "b"}])}, ["train_dataset", "messages"]),
+        ({"model": None}, ["model"]),
+        ({"model": 3}, ["model", "3"]),
+        ({"model": LlamaForSequenceClassification(LlamaConfig(**TINY))}, ["model", "causal"]),
+        ({"ref_model": "name"}, ["ref_model"]),
+        ({"reward_model": "name"}, ["reward_model", "reward_funcs"]),
+        ({"processing_class": object()}, ["processing_class", "tokenizer"]),
+        ({"args": None}, ["args", "PPOConfig"]),
         ({"peft_config": LoraConfig()}, ["value_model", "peft_config"]),
     ],
 )
@@ -427,6 +447,7 @@ def test_lora(start_model, tmp_path):
         ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
         ({"target_modules": ".*q_proj"}, ["target_modules", "lora_targets"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights"]),
+        ({"inference_mode": True}, ["inference_mode"]),
     ],
 )
 def test_values_of_lora_that_are_refused(start_model, tmp_path, user_error, changed, named):
@@ -454,20 +475,26 @@ def test_a_run_resumes_from_its_last_checkpoint(start_model, tmp_path, user_erro
     first.trainer.update_step = interrupted
     with pytest.raises(KeyboardInterrupt):
         first.train()
-    with user_error("resume_from_checkpoint", "output_dir"):
-        group_trainer("grpo", start_model, tmp_path / "run", **shape).train(str(tmp_path / "other"))
+    other = checkpoint_path(tmp_path / "run", 1)
+    other.mkdir()
+    for place in (tmp_path / "other", tmp_path / "run" / "none", other):
+        with user_error("resume_from_checkpoint", "output_dir", "checkpoint-2"):
+            group_trainer("grpo", start_model, tmp_path / "run", **shape).train(str(place))
     again = group_trainer("grpo", start_model, tmp_path / "run", **shape)
-    assert again.train(resume_from_checkpoint=True).global_step == 4
+    assert again.train(str(checkpoint_path(tmp_path / "run", 2))).global_step == 4
     assert torch.equal(weights_of(again.host.model), weights_of(whole.host.model))
 
 
-def test_an_evaluation_only_with_eval_strategy(start_model, tmp_path):
+def test_an_evaluation_only_with_eval_strategy(start_model, tmp_path, user_error):
     rows = Dataset.from_list([{"prompt": "the dog"}] * 3)
     off = group_trainer("grpo", start_model, tmp_path / "off", eval_dataset=rows, max_steps=1)
     assert off.evaluation_prompts == []
     on = group_trainer("grpo", start_model, tmp_path / "on", eval_dataset=rows, max_steps=1, eval_strategy="steps")
     assert len(on.evaluation_prompts) == 3
     on.train()
+    with user_error("evaluate"):
+        off.evaluate()
+    assert off.evaluate(rows)["eval/score"] == on.evaluations[0].metrics()["eval/score"]
     assert [e.update for e in on.evaluations] == [0, 1]
     assert on.evaluate()["eval/score"] == on.evaluations[-1].metrics()["eval/score"]
 
@@ -478,6 +505,25 @@ def test_all_rows_train(start_model, tmp_path):
     assert trainer.processing_class.chat_template is None
     tokenizer = AutoTokenizer.from_pretrained(start_model)
     assert list(trainer.train_prompts[0].ids) == tokenizer(ROWS[0]["prompt"]).input_ids
+
+
+def test_special_tokens_in_texts_are_those_tokens(start_model, tmp_path):
+    """A prompt that was made with a chat template is encoded as in TRL, also in evaluations."""
+    tokenizer = AutoTokenizer.from_pretrained(start_model)
+    chat = [{"role": "user", "content": "the cat"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    rows = Dataset.from_list([{"prompt": text}] * 4)
+    trainer = group_trainer("grpo", start_model, tmp_path / "run", rows, eval_dataset=rows, eval_strategy="steps")
+    expected = tokenizer(text).input_ids
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") in expected
+    assert {tuple(prompt.ids) for prompt in (*trainer.train_prompts, *trainer.evaluation_prompts)} == {tuple(expected)}
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_ids_of_every_format_are_used(ppo_parts, kind):
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7]}] * 4).with_format(kind)
+    trainer = ours.PPOTrainer(**{**ppo_parts("run"), "train_dataset": rows})
+    assert {tuple(prompt.ids) for prompt in trainer.train_prompts} == {(5, 6, 7)}
 
 
 def test_chats_get_the_template(start_model, tmp_path):
@@ -507,6 +553,59 @@ def test_an_object_is_stored_and_found_again(start_model, tmp_path):
     assert changed.trainer.config.model.actor_model != folder
 
 
+def test_another_end_of_completions_is_another_start_model(start_model, tmp_path):
+    """The hash has all that a run reads: also the tokens that end a completion."""
+    model = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
+    folders = set()
+    for change in (
+        lambda tokenizer: None,
+        lambda tokenizer: setattr(tokenizer, "eos_token", "<|endoftext|>"),
+        lambda tokenizer: setattr(model.generation_config, "eos_token_id", [0, 7]),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(start_model)
+        change(tokenizer)
+        folders.add(stored_start_model(model, tokenizer, "", tmp_path / "run"))
+    assert len(folders) == 3
+
+
+def test_the_ends_of_an_objects_completions_are_in_its_generation_config(start_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(start_model)
+    ends = [model.generation_config.eos_token_id, 0]
+    model.generation_config.eos_token_id = ends
+    trainer = group_trainer("grpo", start_model, tmp_path / "run", model=model)
+    assert eos_ids(trainer.processing_class) == ends
+
+
+def test_a_generation_config_that_cannot_be_saved_is_refused(start_model, tmp_path, user_error):
+    model = AutoModelForCausalLM.from_pretrained(start_model)
+    tokenizer = AutoTokenizer.from_pretrained(start_model)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.6}')
+    model.generation_config.temperature = 0.6
+    for start in (model, str(tmp_path / "model")):
+        with user_error("model.generation_config", "temperature"):
+            stored_start_model(start, tokenizer, "", tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_reward_models_are_on_the_device_of_the_run(start_model, reward_folder, monkeypatch):
+    """Only the CPU is here: the model is moved to the device that is selected."""
+    model = AutoModelForSequenceClassification.from_pretrained(reward_folder, dtype=torch.float32)
+    moved = []
+    monkeypatch.setattr(model, "to", lambda device: moved.append(device) or model)
+    monkeypatch.setattr(ours, "selected_device", lambda: "the device")
+    ours.reward_models(model, load_tokenizer(str(reward_folder)))[0](prompts=["a"], completions=["b"])
+    ours.IdsReward(model, 0)(prompt_ids=[[5]], completion_ids=[[6]])
+    assert moved == ["the device"] * 2
+
+
+def test_tokenizers_of_rewards_have_the_length_of_the_rewards(reward_folder, user_error):
+    tokenizer = load_tokenizer(str(reward_folder))
+    with user_error("reward_processing_classes"):
+        ours.reward_models([str(reward_folder), by_length], tokenizer)
+
+
 def test_a_model_as_a_reward_scores_as_trl(start_model, reward_folder, tmp_path):
     """A reward model by name scores prompt and completion as TRL's GRPOTrainer does."""
     function = ours.reward_models(str(reward_folder), None)[0]
@@ -521,12 +620,33 @@ def test_a_model_as_a_reward_scores_as_trl(start_model, reward_folder, tmp_path)
     assert function(prompts=prompts, completions=completions) == pytest.approx(expected[:, 0].tolist(), abs=1e-5)
 
 
+def test_frozen_weights_are_refused_without_an_adapter(start_model, tmp_path, user_error):
+    """TRL trains the others only, the loop here all of them."""
+    model = AutoModelForCausalLM.from_pretrained(start_model)
+    next(model.parameters()).requires_grad_(False)
+    with user_error("model", "requires_grad_", "peft_config"):
+        config_of("grpo", start_model, tmp_path, model=model)
+    config_of("grpo", start_model, tmp_path, model=model, peft_config=LoraConfig())
+
+
 def test_dropout_that_trl_would_use_is_refused(start_model, tmp_path, user_error):
     model = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
     model.config.attention_dropout = 0.1
     with user_error("disable_dropout", "attention_dropout"):
         config_of("grpo", start_model, tmp_path, model=model)
     config_of("grpo", start_model, tmp_path, model=model, disable_dropout=True)
+
+
+def test_the_auxiliary_loss_of_experts_is_refused(start_model, tmp_path, user_error):
+    """TRL's default adds it; other models have none."""
+    model = MixtralForCausalLM(MixtralConfig(**TINY))
+    tokenizer = AutoTokenizer.from_pretrained(start_model)
+    parts = {"reward_funcs": by_length, "train_dataset": Dataset.from_list(ROWS), "processing_class": tokenizer}
+    args = group_args("rloo", tmp_path / "run", num_generations=2)
+    with user_error("router_aux_loss_coef", "0"):
+        ours.RLOOTrainer(model, args=args, **parts)
+    args.router_aux_loss_coef = 0.0
+    assert ours.RLOOTrainer(model, args=args, **parts).config.batch.K == 2
 
 
 def test_save_and_upload(start_model, tmp_path, monkeypatch, user_error):
@@ -540,9 +660,26 @@ def test_save_and_upload(start_model, tmp_path, monkeypatch, user_error):
     sent = []
     monkeypatch.setattr("rlhf.run.export.push_files", lambda name, files, *_: sent.append((name, files)) or "url")
     trainer.args.hub_model_id = "owner/name"
-    trainer.push_to_hub()
+    trainer.push_to_hub(dataset_name="name")  # as TRL's scripts
+    with user_error("revision"):
+        trainer.push_to_hub(revision="other")
+    assert len(sent) == 1
     assert sent[0][0] == "owner/name"
     assert "model.safetensors" in sent[0][1]
+
+
+def test_what_trls_scripts_read_after_training(start_model, tmp_path, user_error):
+    trainer = group_trainer("grpo", start_model, tmp_path / "run", max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "score" in " ".join(trainer.state.log_history[-1])
+    assert torch.equal(weights_of(trainer.model), weights_of(trainer.host.model))
+    assert trainer.accelerator.is_main_process
+    with user_error("callbacks"):
+        ours.GRPOTrainer(
+            str(start_model), by_length, group_args("grpo", tmp_path / "other"), Dataset.from_list(ROWS * 4),
+            callbacks=print,
+        ).train()  # fmt: skip
 
 
 def test_generate_and_step(start_model, tmp_path):
@@ -571,10 +708,10 @@ def test_the_critic_of_a_value_model_serves_another_run(ppo_parts, build, start_
 
 def test_ids_that_the_tokenizer_does_not_have_are_refused(ppo_parts, user_error):
     parts = ppo_parts("run")
-    rows = [{"prompt": "a", "prompt_token_ids": [1, 100_000]}]
+    parts["processing_class"].decode = lambda ids: "a"
+    rows = Dataset.from_list([{"input_ids": [1, 100_000]}] * 4)
     with user_error("100000", "prompt_token_ids", "prompt 1"):
-        assert ours.PPOTrainer(**{**parts, "train_dataset": rows, "args": ppo_parts("run", total_episodes=1,
-            per_device_train_batch_size=1)["args"]}).trainer  # fmt: skip
+        assert ours.PPOTrainer(**{**parts, "train_dataset": rows}).trainer
 
 
 # --- make_trainer ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from rlhf.checkpoints.model_folder import VALUE_HEAD_FILE, find_model
 from rlhf.checkpoints.weight_names import check_loaded
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import EOS_IDS, load_tokenizer
 from rlhf.distributed.group import from_first
 from rlhf.models.load import read_model
 from rlhf.models.save import ONE_FILE, WITHOUT_BIAS
@@ -27,7 +28,23 @@ from rlhf.settings.training import CRITIC_FILE
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import saving_tensors, update_dir_atomically
 
-UNHASHED = ("transformers_version", "_name_or_path")  # of a model's config: they change nothing
+UNHASHED = ("transformers_version", "_name_or_path", "_from_model_config")  # of configs: they change nothing
+
+
+def check_given_model(model: Any, tokenizer: Any) -> None:
+    """Raise UserError for what is neither a name nor a model, and for what is no tokenizer."""
+    if isinstance(model, PeftModel):
+        raise UserError(
+            "a model with an adapter", "model=", "Give model.merge_and_unload(), or its base with the settings of LoRA"
+        )
+    is_model = isinstance(model, PreTrainedModel) and model.can_generate()
+    if not (is_model or isinstance(model, str | Path | None)):
+        raise UserError(
+            f"neither a name nor a causal model: {model!r:.60}", "model=", "Give a causal model of transformers"
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        place = "tokenizer=, processing_class="
+        raise UserError(f"not a tokenizer: {tokenizer!r:.60}", place, "Give a tokenizer of transformers")
 
 
 def stored_start_model(
@@ -39,28 +56,32 @@ def stored_start_model(
     """Return the name of the start model: of `model`, a name or an object; None: `actor_model`. An object, or a model
     that is given with a `tokenizer`, is stored in the folder OUTPUT_start_model_HASH; without `output` in a folder
     that the program removes at its end. Raises UserError."""
-    if isinstance(model, PeftModel):
-        raise UserError(
-            "a model with an adapter", "model=", "Give model.merge_and_unload(), or its base with the settings of LoRA"
-        )
-    if not isinstance(model, str | Path | PreTrainedModel | None):
-        raise UserError(f"neither a name nor a model: {model!r:.60}", "model=", "Give a causal model of transformers")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
-        raise UserError(f"not a tokenizer: {tokenizer!r:.60}", "tokenizer=", "Give a tokenizer of transformers")
+    check_given_model(model, tokenizer)
     is_name = not isinstance(model, PreTrainedModel)
     name = str(model or actor_model)
     if is_name and tokenizer is None:
         return name
 
     def store() -> str:
-        own = tokenizer or load_tokenizer(model.config.name_or_path)
+        own = tokenizer
+        if own is None:
+            own = load_tokenizer(model.config.name_or_path)
+            own.init_kwargs[EOS_IDS] = []  # those of its folder: the object's generation config may have others
         whole = model
         if is_name:
             found = find_model(name, "model=")
             whole, tensors = read_model(AutoModelForCausalLM, found)
             check_loaded(tensors, found)
-        config = whole.config.to_diff_dict()
-        text = [{key: config[key] for key in config if key not in UNHASHED}, own.get_vocab(), own.chat_template]
+        try:
+            whole.generation_config.validate(strict=True)  # as transformers does before it saves
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{reason:.200}", "model.generation_config", "Give the model with valid values") from None
+        configs = [
+            {key: value for key, value in config.to_diff_dict().items() if key not in UNHASHED}
+            for config in (whole.config, whole.generation_config)
+        ]
+        text = [configs, own.get_vocab(), own.special_tokens_map, own.chat_template]
         identity = hash_of(whole.state_dict(), json.dumps(text, sort_keys=True, default=str))
 
         def write(staging: Path) -> None:
@@ -96,14 +117,16 @@ def stored_critic(model: PreTrainedModel, output: Path) -> str:
     def write(staging: Path) -> None:
         staging.mkdir()
         with saving_tensors(staging):
-            weights = {
-                f"summary.{name}": weight.detach().contiguous().cpu() for name, weight in head.named_parameters()
-            }
-            save_file(weights, staging / VALUE_HEAD_FILE, WITHOUT_BIAS if head.bias is None else None)
-            weights = {name: weight.detach().contiguous().cpu() for name, weight in backbone.named_parameters()}
-            save_file(weights, staging / CRITIC_FILE, {"base": model.config.name_or_path})
+            of_head = named(head, "summary.")
+            save_file(of_head, staging / VALUE_HEAD_FILE, WITHOUT_BIAS if head.bias is None else None)
+            save_file(named(backbone), staging / CRITIC_FILE, {"base": model.config.name_or_path})
 
     return from_first(lambda: store_once(output, f"critic_{hash_of(model.state_dict())}", write))
+
+
+def named(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Return the weights of a module on the CPU, with a prefix in their names."""
+    return {prefix + name: weight.detach().contiguous().cpu() for name, weight in module.named_parameters()}
 
 
 def store_once(output: Path, name: str, write: Callable[[Path], None]) -> str:

@@ -769,6 +769,8 @@ class PPOTrainer(_Trainer):
         tokenizer = processing_class or load_tokenizer(find_model(model_name(model), "model"))
         if not isinstance(reward_model, PreTrainedModel | None):
             raise UserError(f"a {type(reward_model).__name__}", "reward_model", "Give a model, or use reward_funcs")
+        if tokenizer.pad_token_id is None:
+            raise UserError("no pad token", "processing_class", "Set its pad_token")
         rows = rows_of(train_dataset, "train_dataset", tokenizer, input_ids=True)
         evaluation = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset", tokenizer, input_ids=True)
         found = settings_of_ppo(args, len(rows))

@@ -581,6 +581,7 @@ def test_a_generation_config_that_cannot_be_saved_is_refused(start_model, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(start_model)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{{ messages[0].content }}"  # another one, with which a model is stored
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.6}')
     model.generation_config.temperature = 0.6
     for start in (model, str(tmp_path / "model")):
@@ -712,6 +713,25 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(ppo_parts, user_error)
     rows = Dataset.from_list([{"input_ids": [1, 100_000]}] * 4)
     with user_error("100000", "prompt_token_ids", "prompt 1"):
         assert ours.PPOTrainer(**{**parts, "train_dataset": rows}).trainer
+
+
+def test_a_tokenizer_without_padding_is_refused(ppo_parts, user_error):
+    parts = ppo_parts("run")
+    parts["processing_class"].pad_token = None
+    with user_error("processing_class", "pad_token"):
+        ours.PPOTrainer(**parts)
+
+
+def test_a_name_with_its_own_tokenizer_is_not_copied(start_model, tmp_path):
+    """TRL's usual call. A tokenizer with another chat template is another one."""
+    tokenizer = AutoTokenizer.from_pretrained(start_model)
+    parts = {"reward_funcs": by_length, "train_dataset": Dataset.from_list(ROWS), "processing_class": tokenizer}
+    name = str(start_model)
+    one = ours.GRPOTrainer(name, args=group_args("grpo", tmp_path / "run", num_generations=2), **parts)
+    assert one.trainer.config.model.actor_model == name
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    other = ours.GRPOTrainer(name, args=group_args("grpo", tmp_path / "other", num_generations=2), **parts)
+    assert "other_start_model_" in other.trainer.config.model.actor_model
 
 
 # --- make_trainer ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from rlhf.checkpoints.model_folder import VALUE_HEAD_FILE, find_model
 from rlhf.checkpoints.weight_names import check_loaded
-from rlhf.data.tokenizer import EOS_IDS, load_tokenizer
+from rlhf.data.tokenizer import EOS_IDS, eos_ids, load_tokenizer
 from rlhf.distributed.group import from_first
 from rlhf.models.load import read_model
 from rlhf.models.save import ONE_FILE, WITHOUT_BIAS
@@ -59,7 +59,7 @@ def stored_start_model(
     check_given_model(model, tokenizer)
     is_name = not isinstance(model, PreTrainedModel)
     name = str(model or actor_model)
-    if is_name and tokenizer is None:
+    if is_name and (tokenizer is None or is_tokenizer_of(tokenizer, find_model(name, "model="))):
         return name
 
     def store() -> str:
@@ -93,6 +93,13 @@ def stored_start_model(
         return store_once(beside, f"start_model_{identity}", write)
 
     return from_first(store)
+
+
+def is_tokenizer_of(tokenizer: PreTrainedTokenizerBase, folder: str) -> bool:
+    """Return whether a tokenizer is that of a model: it gives the same ids, and completions end as with it."""
+    own = load_tokenizer(folder)
+    same = own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
+    return same and tokenizer.eos_token_id in eos_ids(own)
 
 
 def temporary_folder() -> Path:

@@ -1,6 +1,6 @@
 """Compares this project with stock TRL on the same start weights, prompts, lengths, epochs and optimizer steps.
 
-python benchmarks/against_trl.py --algorithm ppo --size smollm2 --pairs 5 --json against_trl.json
+python benchmarks/against_trl.py --algorithm ppo --size smollm2 --pairs 5 --write against_trl.json
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         work = work_of(arguments, folder=folder, device=device, updates=1 + arguments.pairs)
         found = compare(work, *measure(work, screen, arguments.stock_python))
     show(found, screen)
-    if arguments.json:
-        write_json(arguments.json, found)
+    if arguments.write:
+        write_json(arguments.write, found)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

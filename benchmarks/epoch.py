@@ -1,6 +1,6 @@
 """Estimates time and memory of one epoch: measures some of its updates and extrapolates.
 
-python benchmarks/epoch.py --device cuda --dtype bfloat16 --rollout-batch 64 --stock --json epoch.json
+python benchmarks/epoch.py --device cuda --dtype bfloat16 --rollout-batch 64 --stock --write epoch.json
 
 Prompts have different lengths. All completions have the maximum length; with shorter completions an epoch is faster.
 """
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         )
         found = summarize_epoch(work, arguments.prompts, *measure(work, arguments.stock, screen))
     show(found, screen)
-    if arguments.json:
-        write_json(arguments.json, found)
+    if arguments.write:
+        write_json(arguments.write, found)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

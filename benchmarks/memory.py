@@ -1,6 +1,6 @@
 """Compares predicted peak memory with the measured peak of a new process.
 
-python benchmarks/memory.py --algorithm ppo --size smollm2 --load-in-4bit --json memory.json
+python benchmarks/memory.py --algorithm ppo --size smollm2 --load-in-4bit --write memory.json
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> None:
         make_models(work)
         found = compare(work)
     show(found, screen)
-    if arguments.json:
-        write_json(arguments.json, found)
+    if arguments.write:
+        write_json(arguments.write, found)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> None:
         make_models(work)
         counts = count(work)
     show(counts, work, screen, arguments.operators)
-    if arguments.json:
-        write_json(arguments.json, {"settings": work.settings, "counts": summary(counts)})
+    if arguments.write:
+        write_json(arguments.write, {"settings": work.settings, "counts": summary(counts)})
 
 
 def counting(counter: Counter):

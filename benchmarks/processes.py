@@ -1,6 +1,6 @@
 """Compares an update on several processes with the same update on one, each process with the same number of threads.
 
-python benchmarks/processes.py --size smollm2 --processes 2 --batch-sizes 8 32 128 --json processes.json
+python benchmarks/processes.py --size smollm2 --processes 2 --batch-sizes 8 32 128 --write processes.json
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def main(argv: list[str] | None = None) -> None:
                 point = measure(replace(work, lora=lora, batch_size=size), arguments.processes)
                 points.append(point)
                 screen.say(line_of(point))
-    if arguments.json:
+    if arguments.write:
         found = {**environment(), "machine": machine(device), "settings": work.settings, "points": points}
-        write_json(arguments.json, found)
+        write_json(arguments.write, found)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Compares this checkout with another one: sampling, and the optimizer steps of an update, in interleaved pairs.
 
 git worktree add ../before 871a41f
-python benchmarks/side_by_side.py ../before --pairs 5 --json side_by_side.json
+python benchmarks/side_by_side.py ../before --pairs 5 --write side_by_side.json
 
 Each case has one process per checkout, which run one update in turn. The result is the median of each side, and of the
 ratios. An update also has the share of its time that its matrix products need alone, one after another.
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases (all)")
     parser.add_argument("--batch-size", type=int, default=64, help="prompts per update (64)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if torch can use one")
-    parser.add_argument("--json", type=Path, help="JSON file for the results")
+    parser.add_argument("--write", type=Path, help="JSON file for the results")
     arguments = parser.parse_args(argv)
     from benchmarks.work import Work, choose_device, make_models
 
@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> None:
             make_models(Work(folder, **given))
             found[name] = pairs(kind, {"folder": folder, **given}, arguments.other.resolve(), arguments.pairs)
         print(name, json.dumps(found[name]))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
+        if arguments.write:
+            arguments.write.write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 
 def pairs(kind: str, work: dict, other: Path, count: int) -> dict[str, float]:

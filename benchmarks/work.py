@@ -104,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser, algorithms: Sequence[str] = ("ppo
     parser.add_argument("--K", type=at_least(2), default=6, help="completions per prompt with GRPO and RLOO (6)")
     parser.add_argument("--prompt-length", type=at_least(1), default=64, help="prompt length in tokens (64)")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
-    parser.add_argument("--json", type=Path, help="JSON file for the results")
+    parser.add_argument("--write", type=Path, help="JSON file for the results")
 
 
 # prompts per update: without groups, and groups of completions

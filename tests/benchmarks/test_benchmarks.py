@@ -23,7 +23,7 @@ SHORT = [*TINY, "--prompt-length", "8", "--ppo-epochs", "2"]
 def figures(folder: Path, script: str, *flags: str) -> tuple[dict, str]:
     """Run a benchmark. Return its JSON file and its console output."""
     file = folder / "figures.json"
-    done = run([f"benchmarks/{script}.py", *flags, "--json", str(file)], ROOT)
+    done = run([f"benchmarks/{script}.py", *flags, "--write", str(file)], ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text(encoding="utf-8")), done.stdout
 

@@ -19,6 +19,7 @@ from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
 from rlhf.settings.translate import REMOVED
 from rlhf.trainer.evaluation import tag_of
+from rlhf.utils.results import FLAG as JSON
 from tests.documents import PAGES, README, ROOT, blocks, commands, name_of, prose
 
 LARGEST_README = 7_000  # bytes
@@ -128,7 +129,7 @@ def test_every_flag_that_a_page_names_exists():
     settings = [s for command in known_commands for s in settings_of(command).values()]
     names = {name for s in settings for name in s.names}
     known = {flag for name in names for flag in (flag_of(name), f"--{name}", flag_of(f"no_{name}"))}
-    known |= {"--recipe", "--config", "--help", "--help-all"}
+    known |= {"--recipe", "--config", "--help", "--help-all", JSON}
     removed = {flag for name in REMOVED for flag in (flag_of(name), f"--{name}")}
     files = [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
     sources = "".join(path.read_text("utf-8") for path in files)

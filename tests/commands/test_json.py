@@ -95,6 +95,7 @@ def test_seeds(answer, inputs, tmp_path):
     assert found["figures"] == table["figures"] and found["algorithm"] == "grpo"
 
 
+@pytest.mark.ci
 def test_plan_checks_and_parts(answer, inputs):
     found, _ = answer("train_ppo.py", *inputs, "--dry-run", "--eval-every", 100)
     assert found["budget"] == {

@@ -394,6 +394,7 @@ def test_columns_of_a_parquet_file_that_cannot_be_read(tmp_path, user_error):
         load_examples(str(tmp_path / "a.parquet"))
 
 
+@pytest.mark.ci
 def test_a_column_with_few_different_texts_may_be_longer_than_an_array(tmp_path, monkeypatch):
     """3 GB of texts in a small file: Arrow's arrays of texts have 32-bit positions, so the file is read in parts."""
     texts = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 1500, pa.int32()), ["a" * 10**6, "b" * 10**6])

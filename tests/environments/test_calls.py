@@ -73,7 +73,7 @@ def test_each_call_has_its_own_limit(where):
 
 
 @on_posix
-@pytest.mark.parametrize("call", [spin, stubborn])
+@pytest.mark.parametrize("call", [pytest.param(spin, marks=pytest.mark.ci), stubborn])
 def test_a_call_is_interrupted_until_it_ends_and_the_next_one_is_not(call):
     began = time.monotonic()
     failed, *others = call_all(keyed(call, partial(time.sleep, 0.2), lambda: 3), 0.4)

@@ -121,6 +121,7 @@ def test_a_judge_model_is_refused_in_one_line(run, tmp_path, reward_folder):
     assert "--judge-model" in problem.place
 
 
+@pytest.mark.ci
 def test_a_comparison_plays_episodes(run, tmp_path):
     compare_runs.main([str(run), "--trust-reward-code", "--num-prompts", "4", "--output", str(tmp_path / "out")])
     assert "[again]" in (tmp_path / "out" / "comparison.json").read_text(encoding="utf-8")

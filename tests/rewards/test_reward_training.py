@@ -175,7 +175,9 @@ training.save_reward_model(model, {}, Path(sys.argv[2]))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
-@pytest.mark.parametrize(("moment", "complete"), [("write_json", False), ("rename_synced", True)])
+@pytest.mark.parametrize(
+    ("moment", "complete"), [pytest.param("write_json", False, marks=pytest.mark.ci), ("rename_synced", True)]
+)
 def test_what_a_killed_training_leaves_is_named_and_removed(
     forks, reward_folder, tmp_path, capsys, user_error, moment, complete
 ):

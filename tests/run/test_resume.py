@@ -115,6 +115,7 @@ def test_resume_restores_a_separate_critic(words, tmp_path):
     assert (output / "critic.safetensors").exists() and differing(tmp_path / "uninterrupted", output) == []
 
 
+@pytest.mark.ci
 def test_resume_with_stop_strings_and_worked_examples(words, tmp_path):
     """The text of --stop is given with a line break; run.json has it on one line."""
     (tmp_path / "shots.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n', encoding="utf-8")
@@ -164,6 +165,7 @@ def test_run_without_a_stored_date_has_that_of_its_start(interrupted, tmp_path):
     assert RunRecord.read(output).status == "finished"
 
 
+@pytest.mark.ci
 def test_resume_of_ppo_with_shared_prompts_and_greedy_evaluations(words, tmp_path):
     more = ["--batch-size", 2, "--K", 2, "--eval-temperature", 0]
     train_ppo.main([*words("ppo", *more), "--output", str(tmp_path / "uninterrupted")])

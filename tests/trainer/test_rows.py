@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.table import ALGORITHMS
+from tests.conftest import BY_TIER
 
 NONE = ("--kl-placement", "none")
 FIXED = ("--kl-schedule", "fixed", "--kl-coef", 0)
@@ -77,7 +78,7 @@ def test_groups_with_equal_scores_are_not_computed_and_the_weights_are_the_same(
         assert metrics[name] == pytest.approx(of_all[name], abs=1e-9)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.ci)])
 @pytest.mark.parametrize(
     "flags",
     [("--kl-placement", "loss"), ("--kl-placement", "reward"), (*NONE, "--entropy-coef", 0.1)],
@@ -88,7 +89,7 @@ def test_all_completions_are_computed_if_more_than_the_score_has_a_gradient(buil
     assert sorted(rows) == list(range(6))
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", BY_TIER)
 @pytest.mark.parametrize(
     "flags", [NONE, ("--kl-placement", "loss", "--entropy-coef", 0.1)], ids=["score", "all terms"]
 )
@@ -125,7 +126,7 @@ def batch_of(trainer, scores):
     return trainer.advantages(rollout, torch.tensor(scores))
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.ci)])
 def test_statistics_are_means_over_what_is_computed(build, algorithm):
     """Log ratios of 0.2 per token: a ratio of e^0.2 per token, and of e^(0.2 x 8) per completion of 8 tokens."""
     trainer = build("--batch-size", 2, "--K", 3, *NONE, algorithm=algorithm)

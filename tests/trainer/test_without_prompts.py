@@ -190,6 +190,7 @@ def test_a_run_without_evaluations_resumes_bit_identically(made, user_error):
     assert_equal_weights(straight, second)
 
 
+@pytest.mark.ci
 def test_other_commands_read_a_run_without_evaluations(made, user_error, capsys):
     for seed in (1, 2):
         made(output=f"run-{seed}", seed=seed).train()

@@ -1,8 +1,8 @@
 """TRL's trainers by one changed import: `from rlhf.trl import GRPOConfig, GRPOTrainer`.
 
 The configuration classes are TRL's own. The trainers take TRL's arguments and train with this project's loop. Every
-value of a configuration counts, TRL's defaults too: a field is used (OF_ALL to REFUSED), or has no effect on what is
-learned (NO_EFFECT), and any other is refused if it is not TRL's default. docs/coming_from_trl.md has the table.
+value of a configuration counts, TRL's defaults too. A field is used (OF_ALL to COMPUTED_OF_PPO) or has no effect on
+what is learned (NO_EFFECT); any other is refused if it is not TRL's default. docs/coming_from_trl.md has the table.
 """
 
 from __future__ import annotations
@@ -377,7 +377,11 @@ def settings_of_ppo(args: PPOConfig, rows: int) -> Fields:
     found = Fields(args, OF_PPO, COMPUTED_OF_PPO)
     accumulation = args.gradient_accumulation_steps
     batch_size = args.per_device_train_batch_size * accumulation * size()
-    minibatches = found.whole("num_mini_batches", accumulation) if args.num_mini_batches > accumulation else 1
+    minibatches = 1
+    if args.num_mini_batches > accumulation:
+        minibatches = found.whole("num_mini_batches", accumulation)
+    elif accumulation % args.num_mini_batches:  # TRL's optimizer steps would not end with the passes
+        found.refuse("num_mini_batches", "Give a divisor of gradient_accumulation_steps, here minibatches is then 1")
     total = int(args.num_train_epochs * rows) if args.total_episodes is None else args.total_episodes
     if args.stop_token != "eos":
         found.refuse("stop_token", "Use stop_token='eos': without it, no completion ends in TRL")

@@ -370,6 +370,7 @@ def test_values_that_are_refused(start_model, tmp_path, user_error, algorithm, c
         ({"stop_token": None}, ["stop_token", "eos"]),
         ({"max_steps": 5}, ["max_steps", "total_episodes"]),
         ({"num_mini_batches": 3, "gradient_accumulation_steps": 2}, ["num_mini_batches=3", "2"]),
+        ({"num_mini_batches": 2, "gradient_accumulation_steps": 3}, ["num_mini_batches=2", "minibatches"]),
     ],
 )
 def test_values_of_ppo_that_are_refused(ppo_parts, user_error, changed, named):

@@ -71,7 +71,8 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], 
 def ids_in(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids in a row's column TOKEN_IDS, which are used as they are; none without it. Raises UserError for
     what is no id of the tokenizer."""
-    ids = example.columns.get(TOKEN_IDS) or ()
+    given = example.columns.get(TOKEN_IDS) or ()
+    ids = given if isinstance(given, (list, tuple)) else [str(given)]
     size = len(tokenizer)
     odd = next((i for i in ids if not (isinstance(i, int) and 0 <= i < size)), None)
     if odd is not None:

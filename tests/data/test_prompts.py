@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import examples_of, load_examples, load_pairs
 from rlhf.data.lengths import length_that_keeps, warn_about_length
-from rlhf.data.prompts import given_prompts, load_every_row, load_prompts, select_examples
+from rlhf.data.prompts import TOKEN_IDS, given_prompts, ids_in, load_every_row, load_prompts, select_examples
 from rlhf.data.row import Example
 from rlhf.data.splits import distinct_questions, part_of, split_examples
 from rlhf.data.tokenizer import ids_of, load_tokenizer
@@ -443,3 +443,19 @@ def test_the_marks_are_those_of_the_start_models_own_template():
     given_prompts(DataSettings(), tokenizer, texts, None, said.append)
     (line,) = marked(said)
     assert line.startswith("warning: 1 of 3 ") and "'<turn_of_user>'" in line
+
+
+def test_ids_of_a_row_are_used_as_they_are(start_model, user_error):
+    tokenizer = load_tokenizer(str(start_model))
+    chat = ({"role": "user", "content": "a"},)
+    assert ids_in(Example(chat, columns={TOKEN_IDS: [1, 0]}), tokenizer) == (1, 0)
+    assert ids_in(Example(chat, columns={TOKEN_IDS: None}), tokenizer) == ()
+    for wrong, named in (
+        ([1, -1], "-1"),
+        ([len(tokenizer)], len(tokenizer)),
+        ([0.5], "0.5"),
+        ("12", "'12'"),
+        (5, "'5'"),
+    ):
+        with user_error(named, TOKEN_IDS, "row 3"):
+            ids_in(Example(chat, columns={TOKEN_IDS: wrong}, where="row 3"), tokenizer)
